@@ -1,0 +1,62 @@
+"""What a parameter is, declared once by the module that owns it.
+
+Optimizer grouping, per-head Muon, sharded offsets and QK-Clip all read this one declaration:
+``module.parameter_roles() -> {name relative to the module: Role}``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RoleKind = Literal[
+    "matrix",  # a linear map between activations: Muon
+    "router",  # the routing matrix of a mixture of experts: Muon, whole
+    "embedding",
+    "head",
+    "norm",  # a gain: AdamW with decay
+    "gate",  # decay rates and their biases (A_log, dt_bias): AdamW without decay
+    "convolution",
+    "depth_query",  # the [d] or [1, d] query of an attention residual
+    "bias",
+    "vector",  # any other small parameter
+]
+Initial = Literal["normal", "ones", "zeros", "custom"]
+MATRIX_KINDS = ("matrix", "router")
+
+
+@dataclass(frozen=True)
+class ClipRows:
+    """Rows of a weight that QK-Clip multiplies by ``gamma[head] ** power``."""
+
+    head: int
+    start: int
+    stop: int
+    power: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """How one parameter is treated.
+
+    blocks: row counts (along dim -2) of the logical matrices that a fused weight holds; empty = one matrix.
+    head_blocks: row counts of the finest blocks, used instead of ``blocks`` by per-head Muon; empty = ``blocks``.
+    decay: whether weight decay applies. dtype: "float32" keeps the parameter in fp32 whatever the model's dtype.
+    clip: the rows QK-Clip may scale; only modules with softmax attention declare any, and such a module
+        exposes its running maxima as ``max_logits`` (fp32, [heads]).
+    initial: how the parameter is drawn; "normal" uses ``std``, "custom" asks the owner's
+        ``initial_value(name, shape, generator)``.
+    """
+
+    kind: RoleKind
+    blocks: tuple[int, ...] = ()
+    head_blocks: tuple[int, ...] = ()
+    decay: bool = True
+    dtype: str | None = None
+    clip: tuple[ClipRows, ...] = ()
+    initial: Initial = "normal"
+    std: float = 0.02
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.kind in MATRIX_KINDS

@@ -1,0 +1,27 @@
+"""The kinds a decoder is assembled from, and where each is defined."""
+
+from triscale.config import Parts
+
+MIXERS = Parts(
+    "mixer",
+    {
+        "grouped_query_attention": "triscale.nn.grouped_query_attention:GroupedQueryAttention",
+        "latent_attention": "triscale.nn.latent_attention:LatentAttention",
+        "delta_attention": "triscale.nn.delta_attention:KimiDeltaAttention",
+        "hybrid": "triscale.nn.hybrid:Hybrid",
+    },
+)
+FEED_FORWARDS = Parts(
+    "feed-forward",
+    {
+        "swiglu": "triscale.nn.feed_forward:SwiGLU",
+    },
+)
+RESIDUALS = Parts(
+    "residual connection",
+    {
+        "standard": "triscale.nn.residual:StandardResidual",
+        "attention": "triscale.nn.residual:AttentionResidual",
+        "block_attention": "triscale.nn.residual:BlockAttentionResidual",
+    },
+)

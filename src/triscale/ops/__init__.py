@@ -1,1 +1,17 @@
+"""Operators: pure functions of tensors. Each file holds the definition of one operator and its fast forms."""
 
+from importlib import import_module
+from typing import Any
+
+# public name -> module of this package that defines it; imported on first use
+_EXPORTS = {
+    "mix_over_depth": "depth_attention",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

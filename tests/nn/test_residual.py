@@ -1,5 +1,7 @@
 """Residual connections against the control flow of the paper, written out as one loop."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,7 +127,7 @@ def test_blocks_are_shared_references():
     x = embedding()
     model(x, each=lambda _, s: states.append(s))
     assert states[0].blocks[0] is x
-    for earlier, later in zip(states, states[1:], strict=False):
+    for earlier, later in itertools.pairwise(states):
         assert all(a is b for a, b in zip(earlier.blocks, later.blocks, strict=False))
 
 

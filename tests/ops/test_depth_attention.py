@@ -91,7 +91,7 @@ def test_zero_query_is_the_mean_and_not_the_sum():
 
 
 def test_one_source_is_returned_untouched_and_its_query_gets_no_gradient():
-    values, query, weight, draw = make(sources=1)
+    values, query, weight, _draw = make(sources=1)
     out = mix_over_depth(values, query, weight, EPS)
     assert out is values[0]
     grads = torch.autograd.grad(out.sum(), [values[0], query], allow_unused=True)

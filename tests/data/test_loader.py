@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from triscale.config import ConfigError, TriScaleError
 from triscale.data.corpora import FilesCorpus, Ingredient, MixtureCorpus
 from triscale.data.heldout import HeldoutRows, bits_per_byte

@@ -1,0 +1,3 @@
+from triscale.cli.main import main
+
+main()

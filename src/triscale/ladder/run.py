@@ -1,0 +1,225 @@
+"""Running a ladder: every cell (arm, rung, seed) once, resumable, shared between processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from triscale.config import to_dict
+from triscale.data.prepare import PreparedData, prepare
+from triscale.train.checkpoint import checkpoint_path
+from triscale.train.config import RunConfig, Runtime
+from triscale.train.divergence import DivergedError
+from triscale.train.loop import Trainer
+from triscale.train.progress import Progress
+from triscale.train.run_directory import RunDirectory, environment, write_json
+
+from .config import ArmConfig, LadderConfig, RungConfig
+from .locks import CellLock
+from .match import Matched, match_model
+from .records import Budget, LadderRecord, Rung, RunSummary, collect_runs, load_run, with_event_curves
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: an arm at a rung with a seed. budgets: token budgets, the rung's own included."""
+
+    rung: RungConfig
+    arm: ArmConfig
+    seed: int
+    budgets: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.rung.name}/{self.arm.name}/seed{self.seed}"
+
+
+class LadderRunner:
+    """Plans and runs the cells of one ladder below ``folder``."""
+
+    def __init__(self, ladder: LadderConfig, folder: Path, runtime: Runtime):
+        self.ladder, self.folder, self.runtime = ladder, Path(folder), runtime
+        self._matched: dict[tuple[str, str], Matched] = {}
+        self._data: dict[str, PreparedData] = {}
+
+    def cells(self) -> list[Cell]:
+        """In the order they run: small rungs first, seed by seed, so that every early stop leaves whole pairs."""
+        cells = []
+        for rung in self.ladder.rungs:
+            for seed in self.ladder.seeds:
+                for arm in self.ladder.arms:
+                    many = arm.name == self.ladder.baseline.name
+                    budgets = [round(rung.tokens * b) for b in (sorted(rung.budgets) if many else (1.0,))]
+                    cells.append(Cell(rung, arm, seed, tuple(budgets)))
+        return cells
+
+    def config(self, cell: Cell, tokens: int | None = None) -> RunConfig:
+        """The cell's run config, its model matched to the baseline of the rung."""
+        config = self.ladder.run_config(cell.rung, cell.arm, cell.seed, tokens)
+        return replace(config, model=self.matched(cell.rung, cell.arm).model)
+
+    def matched(self, rung: RungConfig, arm: ArmConfig) -> Matched:
+        key = rung.name, arm.name
+        if key not in self._matched:
+            size = self.data(rung, arm).tokenizer.vocabulary_size
+            config = self.ladder.run_config(rung, arm, 0)
+            base = self.ladder.run_config(rung, self.ladder.baseline, 0).model
+            model, base = replace(config.model, vocabulary=size), replace(base, vocabulary=size)
+            self._matched[key] = match_model(model, base, rung.match, config.train.row_length)
+        return self._matched[key]
+
+    def data(self, rung: RungConfig, arm: ArmConfig) -> PreparedData:
+        config = self.ladder.run_config(rung, arm, 0).data
+        key = json.dumps(to_dict(config), sort_keys=True)
+        if key not in self._data:
+            self._data[key] = prepare(config, self.runtime.cache_dir)
+        return self._data[key]
+
+    def run(self, progress: Progress, shard: tuple[int, int] = (0, 1)) -> LadderRecord:
+        """Run what is missing and return the record of everything finished.
+
+        shard (i, n): only every n-th cell, starting at i; several processes may share the folder. Raises
+        :class:`~triscale.train.interrupt.Interrupted` when stopped, with everything resumable.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "ladder.json", {"ladder": to_dict(self.ladder), "environment": environment()})
+        cells = self.cells()
+        for index, cell in enumerate(cells):
+            folder = self.folder / cell.name
+            if index % shard[1] != shard[0] or self._finished(cell):
+                continue
+            lock = CellLock(folder)
+            if not lock.acquire():
+                progress.note(f"{cell.name}: another process is running it")
+                continue
+            try:
+                progress.title = f"[{index + 1}/{len(cells)}] {cell.name}"
+                self._run_cell(cell, folder, progress, lock)
+            finally:
+                lock.release()
+        record = self.record()
+        record.save(self.folder)
+        return record
+
+    def _finished(self, cell: Cell) -> bool:
+        """Done, and of this very config; a summary of an older config is an error, not a result."""
+        path = self.folder / cell.name / "summary.json"
+        if not path.exists():
+            return False
+        done = load_run(path)
+        if done.config_hash != self._hash(cell):
+            from triscale.config import ConfigError
+
+            raise ConfigError(
+                str(path.parent), "was measured with another config", "Use another run folder, or delete this one"
+            )
+        return True
+
+    def _run_cell(self, cell: Cell, folder: Path, progress: Progress, lock: CellLock) -> None:
+        """Train the longest budget as the trunk, then the shorter ones as decay branches of it."""
+
+        def alive(event: dict[str, Any]) -> None:
+            if event["kind"] in ("step", "eval"):
+                lock.touch()
+
+        listeners = (progress, alive)
+        longest = max(cell.budgets)
+        branches = [b for b in cell.budgets if b != longest]
+        trunk = self._trainer(cell, folder / f"tokens{longest}", longest, listeners, branches)
+        results: dict[int, dict[str, Any]] = {longest: self._train(trunk)}
+        for tokens in branches:
+            path = folder / f"tokens{tokens}"
+            trainer = self._trainer(cell, path, tokens, listeners, ())
+            if results[longest]["outcome"] == "completed" and not RunDirectory(path).finished:
+                branch_from(trunk.directory, self._branch_step(cell, tokens), path)
+            progress.title = progress.title.split(" branch")[0] + f" branch at {tokens:,} tokens"
+            results[tokens] = self._train(trainer)
+        summary = self._summarise(cell, folder, results)
+        summary.save(folder / "summary.json")
+        for path in folder.glob("tokens*/checkpoints/step_*"):
+            if path.parent.parent.name != f"tokens{cell.rung.tokens}":
+                shutil.rmtree(path)  # branch points have served; the rung's own final weights stay
+
+    def _trainer(
+        self, cell: Cell, path: Path, tokens: int, listeners: tuple[Callable, ...], branches: list[int] | tuple
+    ) -> Trainer:
+        steps = tuple(self._branch_step(cell, b) for b in branches)
+        return Trainer(
+            self.config(cell, tokens), replace(self.runtime, keep=1), path,
+            listeners=listeners, prepared=self.data(cell.rung, cell.arm), keep_steps=steps,
+        )  # fmt: skip
+
+    def _branch_step(self, cell: Cell, tokens: int) -> int:
+        """The last step of the trunk that a run of ``tokens`` shares: where its decay starts."""
+        config = self.config(cell, tokens)
+        schedule = config.schedule.build(config.train.steps)
+        return int(getattr(schedule, "decay_start", 0))
+
+    @staticmethod
+    def _train(trainer: Trainer) -> dict[str, Any]:
+        """The result, or what is known of a run that diverged: a fact about the arm, not a failure of the ladder."""
+        marker = trainer.directory.path / "diverged.json"
+        if marker.exists():
+            return json.loads(marker.read_text())
+        try:
+            return trainer.train()
+        except DivergedError as error:
+            result = trainer.partial_result() | {"outcome": "diverged", "message": str(error)}
+            write_json(marker, result)
+            return result
+
+    def _summarise(self, cell: Cell, folder: Path, results: dict[int, dict[str, Any]]) -> RunSummary:
+        own = results[cell.rung.tokens]
+        config = self.config(cell)
+        versions = environment()
+        budgets = [
+            Budget(tokens=r["tokens"], flops=r["flops"], seconds=r["seconds"], loss=r["loss"])
+            for _, r in sorted(results.items())
+        ]
+        summary = RunSummary(
+            arm=cell.arm.name, rung=cell.rung.name, seed=cell.seed,
+            parameters=own["parameters"]["total"], parameters_nonembedding=own["parameters"]["non_embedding"],
+            parameters_active=own["parameters"]["active"], tokens=own["tokens"], flops=own["flops"],
+            seconds=own["seconds"], loss=own["loss"], bits_per_byte=own["bits_per_byte"],
+            curve=tuple((float(t), float(v)) for t, v in own["curve"]), budgets=tuple(budgets),
+            diverged=own["outcome"] == "diverged", spikes=own["spikes"], max_logit=own["max_logit"],
+            corpus_hash=own["corpus"], python=versions["python"], packages=versions["packages"],
+            config_hash=self._hash(cell), learning_rate=config.optimizer.lr,
+        )  # fmt: skip
+        return with_event_curves(summary, folder / f"tokens{cell.rung.tokens}")
+
+    def _hash(self, cell: Cell) -> str:
+        tree = [to_dict(self.config(cell)), list(cell.budgets)]
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+
+    def record(self) -> LadderRecord:
+        """Everything finished so far, with the ladder as planned."""
+        names = {(c.arm.name, c.rung.name, c.seed) for c in self.cells()}
+        return LadderRecord(
+            name=self.ladder.name,
+            baseline=self.ladder.baseline.name,
+            arms=tuple(a.name for a in self.ladder.arms[1:]),
+            rungs=tuple(Rung(name=r.name, tokens=r.tokens, match=r.match) for r in self.ladder.rungs),
+            seeds=self.ladder.seeds,
+            runs=tuple(run for run in collect_runs(self.folder) if run.key in names),
+            ladder=to_dict(self.ladder),
+            environment=environment(),
+        )
+
+
+def branch_from(trunk: RunDirectory, step: int, path: Path) -> None:
+    """Let a new run start from the trunk's checkpoint of ``step``; does nothing if it already did."""
+    target = checkpoint_path(RunDirectory(path).checkpoints, step)
+    if target.parent.exists() and any(target.parent.glob("step_*")):
+        return
+    source = checkpoint_path(trunk.checkpoints, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".tmp_{target.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    temporary.rename(target)

@@ -1,0 +1,49 @@
+"""When the loss stops being a number: find out where, and say so."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from triscale.config import TriScaleError
+from triscale.nn.batch import TokenBatch
+
+
+class DivergedError(TriScaleError):
+    """The loss became NaN or infinite. ``step``, ``documents`` and ``activation`` say where."""
+
+    def __init__(self, step: int, documents: list[str], activation: str):
+        self.step, self.documents, self.activation = step, documents, activation
+        shown = ", ".join(documents[:4]) + (f" and {len(documents) - 4} more" if len(documents) > 4 else "")
+        super().__init__(
+            f"the loss is not finite at step {step} (documents: {shown}); {activation}. The last completed step is "
+            f"saved. Lower --optimizer.lr, lengthen the warm-up, or try --train.precision=fp32"
+        )
+
+
+@torch.no_grad()
+def largest_activation(model: nn.Module, batch: TokenBatch) -> str:
+    """Run one forward pass and name the module with the first non-finite, or else the largest, output."""
+    largest, where, broken = 0.0, "nothing", ""
+
+    def watch(name: str):
+        def hook(module: nn.Module, inputs: object, result: object) -> None:
+            nonlocal largest, where, broken
+            if not isinstance(result, torch.Tensor) or not result.is_floating_point() or not result.numel():
+                return
+            peak = float(result.abs().max())
+            if not peak < float("inf"):
+                broken = broken or name
+            elif peak > largest:
+                largest, where = peak, name
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n and not list(m.children())]
+    try:
+        model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    text = f"largest activation {largest:.3g} after {where}"
+    return f"{text}, first non-finite output after {broken}" if broken else text

@@ -1,0 +1,320 @@
+"""The training loop: one step, its bookkeeping, and the promise that stopping anywhere changes nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from triscale.config import ConfigError, TriScaleError
+from triscale.data.heldout import HeldoutRows
+from triscale.data.loader import Loader
+from triscale.data.prepare import PreparedData, prepare
+from triscale.events import EventWriter
+from triscale.models import count_parameters
+from triscale.models.decoder import Decoder
+
+from .checkpoint import (
+    complete_checkpoints,
+    load_checkpoint,
+    pack_optimizer,
+    prune,
+    remove_unfinished,
+    save_checkpoint,
+    unpack_optimizer,
+)
+from .config import RunConfig, Runtime
+from .device import matmul_peak, resolve_device, resolve_precision
+from .divergence import DivergedError, largest_activation
+from .evaluate import autocast, heldout_loss, to_batch
+from .interrupt import Interrupted, InterruptGuard
+from .run_directory import RunDirectory
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class Trainer:
+    """One run. Build it, then :meth:`train`; the same directory resumes, a finished one returns its result."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        path: str | Path,
+        *,
+        listeners: tuple[Listener, ...] = (),
+        prepared: PreparedData | None = None,
+        keep_steps: tuple[int, ...] = (),
+        init_from: Path | None = None,
+    ):
+        """keep_steps: steps whose checkpoints are always written and never pruned (branch points).
+
+        init_from: a checkpoint of another run to start from: its full state with ``branch=True``-style resume is
+        :func:`triscale.train.branch.branch_run`; here only weights are taken.
+        """
+        if runtime.threads:
+            torch.set_num_threads(runtime.threads)
+        self.runtime, self.directory, self.keep_steps = runtime, RunDirectory(path), set(keep_steps)
+        self.listeners, self.init_from = listeners, init_from
+        self.device = resolve_device(runtime.device)
+        self.precision = resolve_precision(config.train.precision, self.device)
+        precision = "fp32" if self.precision == torch.float32 else "bf16"
+        config = replace(config, train=replace(config.train, precision=precision))
+        self.data = prepared or prepare(config.data, runtime.cache_dir)
+        ids = self.data.tokenizer.vocabulary_size
+        if config.model.vocabulary is None:
+            config = replace(config, model=replace(config.model, vocabulary=ids))
+        elif config.model.vocabulary < ids:
+            raise ConfigError(
+                "model.vocabulary",
+                f"{config.model.vocabulary} is smaller than the tokenizer's {ids} ids",
+                "Leave it out to take the tokenizer's size",
+            )
+        self.config = config
+        self.corpus = f"{self.data.report.corpus_hash[:16]}-{self.data.report.tokenizer_hash[:8]}"
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end (or to an interrupt) and return the result.
+
+        Raises :class:`Interrupted` after saving when the user stops it, :class:`DivergedError` on a non-finite loss,
+        :class:`TriScaleError` when memory or disk run out.
+        """
+        if self.directory.finished and self.directory.result().get("steps") == self.config.train.steps:
+            self.directory.open(self.config, self.runtime)
+            return self.directory.result()
+        self.directory.open(self.config, self.runtime)
+        self.events = EventWriter(self.directory.events, self.directory.name)
+        self.events.listeners.extend(self.listeners)
+        try:
+            with InterruptGuard() as self.guard:
+                self._build()
+                self._resume()
+                return self._loop()
+        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+            if "memory" not in str(error).lower():
+                raise
+            raise TriScaleError(
+                f"out of memory: lower --train.micro_batch_tokens (now {self.config.train.micro_batch_tokens}), "
+                f"or set --model.checkpoint_activations=true ({error})"
+            ) from error
+        finally:
+            self.events.close()
+
+    def _build(self) -> None:
+        config = self.config
+        self.model: Decoder = config.model.build(seed=config.seed, device=self.device)
+        self.model.train()
+        self.optimizer = config.optimizer.build(self.model)
+        self.schedule = config.schedule.build(config.train.steps)
+        self.loader = Loader(self.data, config.train.row_length, seed=config.seed)
+        rows = -(-config.train.eval_tokens // config.train.row_length)
+        self.heldout = HeldoutRows(self.data, config.train.row_length, rows)
+        self.forward = torch.compile(self.model) if self.runtime.compile else self.model
+        self.names = {id(p): n for n, p in self.model.named_parameters()}
+        self.flops_per_step = (
+            3 * self.model.flops_per_token(config.train.row_length) * config.train.batch_tokens
+            + int(getattr(self.optimizer, "flops_per_step", 0))
+        )  # fmt: skip
+        self.step, self.seconds, self.curve = 0, 0.0, []
+        self.spikes, self.max_logit = 0, float("-inf")
+
+    def _resume(self) -> None:
+        removed = remove_unfinished(self.directory.checkpoints)
+        if removed:
+            self.events.write("warning", message=f"ignored unfinished checkpoints: {', '.join(removed)}")
+        found = complete_checkpoints(self.directory.checkpoints)
+        if not found:
+            if self.init_from is not None:
+                tensors, _ = load_checkpoint(self.init_from)
+                self.model.load_state_dict(tensors["model"], strict=False)
+            random.seed(self.config.seed)
+            np.random.seed(self.config.seed)
+            torch.manual_seed(self.config.seed)
+            counts = count_parameters(self.model)
+            self.events.write("run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device))
+            self.events.write("config", config=self.directory.read_config(), corpus=self.corpus)
+            return
+        step, path = found[-1]
+        tensors, state = load_checkpoint(path)
+        self.load_state(tensors, state)
+        self.events.write("run.resume", step=step)
+
+    def state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """Everything that survives a step, as tensors by file and JSON."""
+        optimizer, packed = pack_optimizer(self.optimizer, self.names)
+        model = dict(self.model.state_dict())
+        if self.config.model.tied_head:
+            model.pop("head.weight")
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "curve": self.curve,
+            "spikes": self.spikes,
+            "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
+            "loader": self.loader_state,
+            "optimizer": packed,
+            "corpus": self.corpus,
+        }
+        rng = {"torch": torch.get_rng_state()}
+        return {"model": model, "optimizer": optimizer, "rng": rng}, state
+
+    def load_state(self, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any]) -> None:
+        if state["corpus"] != self.corpus:
+            raise TriScaleError(
+                f"the corpus changed since this run started ({state['corpus']} then, {self.corpus} now); "
+                "bring the old one back or start a new run"
+            )
+        model = dict(tensors["model"])
+        if self.config.model.tied_head:
+            model["head.weight"] = model["embedding.weight"]
+        self.model.load_state_dict(model)
+        unpack_optimizer(self.optimizer, self.names, tensors.get("optimizer", {}), state["optimizer"])
+        torch.set_rng_state(tensors["rng"]["torch"])
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.seconds, self.curve = state["step"], state["seconds"], [tuple(c) for c in state["curve"]]
+        self.spikes = state["spikes"]
+        self.max_logit = state["max_logit"] if state["max_logit"] is not None else float("-inf")
+
+    def _loop(self) -> dict[str, Any]:
+        train = self.config.train
+        self.loader_state = self.loader.state_dict()
+        last_save = time.monotonic()
+        if self.step == 0 and not self.curve:
+            self._evaluate()
+        try:
+            while self.step < train.steps:
+                self._one_step()
+                if train.eval_every and self.step % train.eval_every == 0 and self.step < train.steps:
+                    self._evaluate()
+                due = self.runtime.checkpoint_every and self.step % self.runtime.checkpoint_every == 0
+                late = time.monotonic() - last_save > self.runtime.checkpoint_seconds
+                if self.step == train.steps or self.step in self.keep_steps or due or late:
+                    if self.step == train.steps:
+                        self._evaluate()
+                    self._save()
+                    last_save = time.monotonic()
+        except (Interrupted, DivergedError) as stop:
+            self._save()
+            outcome = "interrupted" if isinstance(stop, Interrupted) else "diverged"
+            self.events.write("run.end", outcome=outcome, step=self.step, durable=True)
+            raise
+        return self._finish()
+
+    def _one_step(self) -> None:
+        started = time.perf_counter()
+        train = self.config.train
+        self.loader_state = self.loader.state_dict()
+        lr = self.config.optimizer.lr * self.schedule(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        rows = self.loader.next(train.rows)
+        weight = float(rows.weights.sum()) or 1.0
+        loss = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            for start in range(0, train.rows, train.micro_rows):
+                self.guard.check()
+                batch = to_batch(rows, self.device, slice(start, start + train.micro_rows))
+                with autocast(self.device, self.precision):
+                    part = self.forward(batch) / weight
+                part.backward()
+                loss += float(part.detach())
+                if not loss < float("inf"):
+                    raise self._diverged(rows, batch)
+            self.guard.check()
+        except (Interrupted, DivergedError):
+            self.loader.load_state_dict(self.loader_state)  # the step never happened
+            raise
+        norm = float(self._clip())
+        extra = self._observe_logits()
+        self.optimizer.step()
+        for module in self.model.modules():
+            if hasattr(module, "after_optimizer_step"):
+                module.after_optimizer_step()
+        self.step += 1
+        self.loader_state = self.loader.state_dict()
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self._record(loss, lr, norm, seconds, extra)
+
+    def _clip(self) -> torch.Tensor:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        limit = self.config.train.grad_clip or float("inf")
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def _observe_logits(self) -> dict[str, Any]:
+        """The step's largest attention logit a layer, before the optimizer resets the record."""
+        maxima = {n: m.max_logits for n, m in self.model.named_modules() if getattr(m, "record_max_logits", False)}
+        if not maxima:
+            return {}
+        values = {name: [float(v) for v in tensor] for name, tensor in maxima.items()}
+        self.max_logit = max([self.max_logit, *(v for heads in values.values() for v in heads)])
+        return values
+
+    def _record(self, loss: float, lr: float, norm: float, seconds: float, logits: dict[str, Any]) -> None:
+        train = self.config.train
+        rate = self.flops_per_step / seconds
+        if self.step % self.runtime.log_every == 0 or self.step == train.steps:
+            self.events.write(
+                "step", step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=self.step * train.batch_tokens,
+                flops=self.step * self.flops_per_step, seconds=self.seconds,
+                tokens_per_s=train.batch_tokens / seconds, mfu=rate / matmul_peak(self.device, self.precision),
+            )  # fmt: skip
+            if logits:
+                self.events.write("logits", step=self.step, max_logits=logits)
+
+    def _evaluate(self) -> None:
+        result = heldout_loss(self.model, self.heldout, self.config.train.micro_rows, self.precision)
+        tokens = self.step * self.config.train.batch_tokens
+        self.curve = [*self.curve, (tokens, result["loss"])]
+        self.last_eval = result
+        self.events.write("eval", step=self.step, eval_tokens=result.pop("tokens"), tokens=tokens, **result)
+
+    def _diverged(self, rows, batch) -> DivergedError:
+        with autocast(self.device, self.precision):
+            activation = largest_activation(self.model, batch)
+        documents = sorted({name for row in rows.document_ids for name in row})
+        return DivergedError(self.step, documents, activation)
+
+    def _save(self) -> None:
+        tensors, state = self.state()
+        path = save_checkpoint(self.directory.checkpoints, self.step, tensors, state)
+        prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
+        self.events.write("checkpoint", step=self.step, path=path.name, durable=True)
+
+    def _finish(self) -> dict[str, Any]:
+        train = self.config.train
+        if not self.curve or self.curve[-1][0] != train.steps * train.batch_tokens:
+            self._evaluate()
+        result = self.partial_result() | {
+            "outcome": "completed",
+            "loss": self.curve[-1][1],
+            "bits_per_byte": self.last_eval["bits_per_byte"],
+        }
+        self.events.write("run.end", outcome="completed", durable=True, loss=result["loss"])
+        self.directory.write_result(result)
+        return result
+
+    def partial_result(self) -> dict[str, Any]:
+        """What is known after any step: costs are those of the whole planned run, the loss is unknown."""
+        train = self.config.train
+        return {
+            "steps": train.steps,
+            "tokens": train.steps * train.batch_tokens,
+            "flops": train.steps * self.flops_per_step,
+            "seconds": self.seconds,
+            "loss": None,
+            "bits_per_byte": None,
+            "curve": [list(point) for point in self.curve],
+            "parameters": count_parameters(self.model),
+            "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
+            "spikes": self.spikes,
+            "corpus": self.corpus,
+            "runtime": asdict(self.runtime),
+        }

@@ -1,0 +1,86 @@
+"""Live progress: a reader of a run's events. One updating line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PLAIN_SECONDS = 10.0
+
+
+def short_number(value: float) -> str:
+    """1234567 -> "1.23M"."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def short_time(seconds: float) -> str:
+    """95 -> "1m35s"."""
+    seconds = int(max(0, seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+class Progress:
+    """Follows the events of one run after another; use as a context manager and as an event listener."""
+
+    def __init__(self, title: str = "", console: Console | None = None):
+        self.title = title
+        self.console = console or Console(file=sys.stderr)
+        self.live: Live | None = None
+        self.total, self.heldout, self.last_line, self.warned = 0, None, 0.0, 0
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False)
+
+    def status(self, text: str, *, force: bool = False) -> None:
+        """The updating line; off a terminal it is printed every few seconds."""
+        if self.live is not None:
+            self.live.update(Text(text))
+        elif force or time.monotonic() - self.last_line > PLAIN_SECONDS:
+            self.last_line = time.monotonic()
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind, data = event["kind"], event["data"]
+        if kind == "run.start":
+            self.total, self.heldout = data.get("steps", 0), None
+        elif kind == "run.resume":
+            self.note(f"{self.title} resuming after step {data['step']}")
+        elif kind == "eval":
+            self.heldout = data["loss"]
+        elif kind == "warning":
+            self.note(f"warning: {data['message']}")
+        elif kind == "step":
+            self.status(self._step_line(data))
+
+    def _step_line(self, data: dict[str, Any]) -> str:
+        total = self.total or data["step"]
+        left = (total - data["step"]) * data["seconds"] / max(data["step"], 1)
+        held = f"  held-out {self.heldout:.3f}" if self.heldout is not None else ""
+        return (
+            f"{self.title} step {data['step']}/{total}  loss {data['loss']:.3f}{held}  lr {data['lr']:.2e}  "
+            f"grad {data['grad_norm']:.2f}  {short_number(data['tokens_per_s'])} tok/s  mfu {data['mfu']:.0%}  "
+            f"{short_time(left)} left"
+        )

@@ -1,0 +1,112 @@
+"""How many times its tokens (or FLOPs, or seconds) the baseline would need to reach the arm's loss.
+
+Per seed pair, on the log scale: the baseline's curve L(D) of the rung is shifted to pass through the loss of the pair's
+own baseline run, and turned around at the loss of the pair's arm. Training cost is linear in tokens, so the multiplier
+in FLOPs (seconds) is the one in tokens times the ratio of what a token costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .fits import PowerLaw
+from .pairs import RungPairs
+from .statistics import Estimate, combine, pooled_deviation
+
+COSTS = ("tokens", "flops", "seconds")
+
+
+@dataclass(frozen=True)
+class RungMultiplier:
+    """One arm at one rung. logs: cost -> log multiplier of every completed pair. fit_variance, fit_df: what the error
+    of L(D) adds to their mean (None = unknown). extrapolated: the baseline's budgets do not reach that far. reason:
+    why there is no multiplier, empty if there is."""
+
+    logs: dict[str, list[float]] = field(default_factory=dict)
+    fit_variance: float | None = None
+    fit_df: int = 0
+    extrapolated: bool = False
+    reason: str = ""
+
+    @property
+    def known(self) -> bool:
+        return not self.reason
+
+
+def rung_multiplier(pairs: RungPairs, curve: PowerLaw | None) -> RungMultiplier:
+    """Log multipliers of the completed pairs of one rung; ``curve`` is the baseline's L(D) there."""
+    completed = pairs.completed
+    if not completed:
+        return RungMultiplier(reason="no completed pair")
+    if curve is None:
+        return RungMultiplier(reason="the baseline has only one token budget at this rung")
+    if not curve.resolved:
+        return RungMultiplier(reason="the baseline's loss does not clearly fall over its token budgets")
+
+    def mean_log(parameters: np.ndarray) -> float:
+        return float(np.mean([_log_tokens(pair, curve, parameters) for pair in completed]))
+
+    needed = [_log_tokens(pair, curve, curve.parameters) for pair in completed]
+    if not all(map(math.isfinite, needed)):
+        return RungMultiplier(reason="the arm is below the floor of the baseline's curve, out of reach of any tokens")
+    tokens = [math.log(pair.arm.tokens) for pair in completed]
+    logs = {"tokens": [a - b for a, b in zip(needed, tokens, strict=True)]}
+    for cost in ("flops", "seconds"):
+        logs[cost] = [
+            log + math.log(getattr(pair.baseline_cost, cost) / getattr(pair.arm, cost))
+            for log, pair in zip(logs["tokens"], completed, strict=True)
+        ]
+    reach = float(np.exp(np.mean(needed)))
+    extrapolated = not curve.lowest * 0.995 <= reach <= curve.highest * 1.005
+    return RungMultiplier(logs, curve.variance_of(mean_log), curve.df, extrapolated)
+
+
+def _log_tokens(pair, curve: PowerLaw, parameters: np.ndarray) -> float:
+    """log tokens the pair's baseline needs for the arm's loss, on the curve shifted through the pair's own baseline."""
+    anchor = np.log(pair.arm.tokens) - curve.centre
+    level, exponent, *floor = parameters
+    expected = np.exp(level - exponent * anchor) + (floor[0] if floor else 0.0)
+    return float(curve.log_x_for(pair.arm_loss * expected / pair.baseline_loss, parameters))
+
+
+def pool(rungs: Sequence[RungMultiplier], cost: str) -> Estimate | None:
+    """The log multiplier over rungs (each with the same weight) as a t-interval over pairs, the fits' errors added.
+
+    None when no rung has a multiplier. The mean is geometric once exponentiated. With one rung it is that rung's
+    interval.
+    """
+    rungs = [rung for rung in rungs if rung.known]
+    if not rungs:
+        return None
+    groups = [rung.logs[cost] for rung in rungs]
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    n = sum(map(len, groups))
+    deviation, df = pooled_deviation(groups)
+    if df == 0:
+        return Estimate(mean, None, 0, n)
+    parts = [(deviation**2 * sum(1 / len(group) for group in groups) / len(groups) ** 2, float(df))]
+    for rung in rungs:
+        if rung.fit_variance is None:  # the curve's error is unknown, and so is the multiplier's
+            return Estimate(mean, None, 0, n)
+        if rung.fit_variance > 0:
+            parts.append((rung.fit_variance / len(rungs) ** 2, float(rung.fit_df)))
+    return combine(mean, parts, n)
+
+
+def as_factor(estimate: Estimate | None) -> tuple[float | None, list[float] | None]:
+    """(multiplier, its interval) from the log scale."""
+    if estimate is None:
+        return None, None
+    interval = estimate.interval
+    if interval is None:
+        return math.exp(estimate.mean), None
+    return math.exp(estimate.mean), [_bounded_exp(value) for value in interval]
+
+
+def _bounded_exp(value: float) -> float:
+    """exp that stays inside JSON's numbers: an interval of one degree of freedom can be absurdly wide."""
+    return math.exp(max(min(value, 300.0), -300.0))

@@ -139,9 +139,7 @@ def _score(predicted, gold_rows, columns, key, metric_of, duplicates) -> TableSc
     for row_key, row in predicted.items():
         if row_key in gold_rows:
             truth = gold_rows[row_key]
-            cells[row_key] = {
-                c: 1.0 if c in key else metric_of[c](str(row.get(c, "")), str(truth[c])) for c in columns
-            }
+            cells[row_key] = {c: 1.0 if c in key else metric_of[c](str(row.get(c, "")), str(truth[c])) for c in columns}
     width = len(columns)
     item = Score.of(sum(sum(c.values()) for c in cells.values()), len(predicted) * width, len(gold_rows) * width)
     row = Score.of(sum(min(c.values()) for c in cells.values()), len(predicted), len(gold_rows))

@@ -26,7 +26,7 @@ _TOKENIZER = "porter unicode61 remove_diacritics 2"
 
 @dataclass(frozen=True)
 class Hit:
-    """One passage found: the document, the character offset of the passage in its text, BM25 score (higher = better)."""
+    """One passage found: the document, the character offset of the passage, BM25 score (more is better)."""
 
     document: str
     title: str
@@ -52,8 +52,11 @@ class DocumentIndex:
                     document UNINDEXED, title, text, start UNINDEXED, tokenize='{_TOKENIZER}');
             """)
         except sqlite3.OperationalError as error:
-            raise ConfigError("sqlite", f"this Python's SQLite {sqlite3.sqlite_version} cannot index text ({error})",
-                              "Use a Python built with the FTS5 extension (python.org, conda and Debian have it)") from error  # fmt: skip
+            raise ConfigError(
+                "sqlite",
+                f"this Python's SQLite {sqlite3.sqlite_version} cannot index text ({error})",
+                "Use a Python built with the FTS5 extension (python.org, conda and Debian have it)",
+            ) from error
         for name, text in (documents or {}).items():
             self.add(name, text)
 
@@ -178,7 +181,8 @@ def html_text(source: str) -> tuple[str, str]:
 class _PageText(HTMLParser):
     SKIP = frozenset({"script", "style", "nav", "noscript", "template", "svg"})
     BLOCK = frozenset(
-        "p div section article header footer li ul ol tr table br hr h1 h2 h3 h4 h5 h6 pre blockquote dt dd".split()
+        {"p", "div", "section", "article", "header", "footer", "li", "ul", "ol", "tr", "table", "br", "hr"}
+        | {"h1", "h2", "h3", "h4", "h5", "h6", "pre", "blockquote", "dt", "dd"}
     )
 
     def __init__(self) -> None:

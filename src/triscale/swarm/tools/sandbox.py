@@ -130,7 +130,12 @@ import linecache
 linecache.cache["<code>"] = (len(source), None, source.splitlines(True), "<code>")  # tracebacks show the lines
 sys.argv = ["<code>"]
 sys.path.insert(0, os.getcwd())
-exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
+try:
+    exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
+except Exception as error:
+    import traceback
+    traceback.print_exception(type(error), error, error.__traceback__.tb_next)
+    sys.exit(1)
 """
 
 
@@ -142,18 +147,40 @@ async def run_python(code: str, folder: str | Path, limits: SandboxLimits | None
     """
     limits = limits or SandboxLimits()
     if os.name != "posix":
-        raise ConfigError("python", "this system has no resource limits for processes", "Use Linux or macOS, or leave the Python tool out")  # fmt: skip
+        raise ConfigError(
+            "python",
+            "this system has no resource limits for processes",
+            "Use Linux or macOS, or leave the Python tool out",
+        )
     read_end, write_end = os.pipe()
     temporary = tempfile.mkdtemp(prefix="triscale-python-")
-    options = json.dumps({"status": write_end, "strict": limits.strict, "memory_mb": limits.memory_mb,
-                          "file_mb": limits.file_mb, "seconds": limits.seconds})  # fmt: skip
+    options = json.dumps(
+        {
+            "status": write_end,
+            "strict": limits.strict,
+            "memory_mb": limits.memory_mb,
+            "file_mb": limits.file_mb,
+            "seconds": limits.seconds,
+        }
+    )
     try:
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-X", "utf8", "-c", _BOOTSTRAP, options,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=str(folder), env=_environment(temporary), start_new_session=True, pass_fds=(write_end,),
-            )  # fmt: skip
+                sys.executable,
+                "-I",
+                "-X",
+                "utf8",
+                "-c",
+                _BOOTSTRAP,
+                options,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=str(folder),
+                env=_environment(temporary),
+                start_new_session=True,
+                pass_fds=(write_end,),
+            )
         finally:
             os.close(write_end)
         stopped, out, err = await _watch(process, code, limits)
@@ -162,8 +189,11 @@ async def run_python(code: str, folder: str | Path, limits: SandboxLimits | None
         os.close(read_end)
         shutil.rmtree(temporary, ignore_errors=True)
     if limits.strict and network != "namespace":
-        raise ConfigError("python.strict", "the kernel gives no network namespace to this user",
-                          "Allow user namespaces, or set strict to false and accept that hostile code can reach the network")  # fmt: skip
+        raise ConfigError(
+            "python.strict",
+            "the kernel gives no network namespace to this user",
+            "Allow user namespaces, or set strict to false and accept that hostile code can reach the network",
+        )
     status = process.returncode if process.returncode is not None else -signal.SIGKILL
     return SandboxResult(status, out, err, stopped, network)
 
@@ -217,5 +247,7 @@ class _Head:
 
 def _environment(temporary: str) -> dict[str, str]:
     keep = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": temporary, "TMPDIR": temporary}
-    keep.update({"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+    keep.update(
+        {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    )
     return keep

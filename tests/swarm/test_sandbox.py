@@ -94,9 +94,9 @@ def test_cancelling_kills_the_code(tmp_path):
             await task
 
     asyncio.run(go())
-    first = open(marker).read()
+    first = (tmp_path / "alive").read_text()
     time.sleep(0.3)
-    assert open(marker).read() == first
+    assert (tmp_path / "alive").read_text() == first
 
 
 def test_long_output_is_cut_and_counted(tmp_path):

@@ -27,7 +27,9 @@ def test_the_worked_example():
 
 
 def test_a_full_table_is_a_success_whatever_the_order_and_the_case():
-    answer = render_table([{"Town": "new york", "NAME": "GRACE", "Born": "1906"}, {"Town": "London", "NAME": "Ada", "Born": "1815"}], ["Town", "NAME", "Born"])  # fmt: skip
+    grace, ada = ("new york", "GRACE", "1906"), ("London", "Ada", "1815")
+    columns = ["Town", "NAME", "Born"]
+    answer = render_table([dict(zip(columns, row, strict=True)) for row in (grace, ada)], columns)
     assert score_table(answer, GOLD, key=["name"]).success
 
 

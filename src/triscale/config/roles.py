@@ -27,12 +27,18 @@ MATRIX_KINDS = ("matrix", "router")
 
 @dataclass(frozen=True)
 class ClipRows:
-    """Rows of a weight that QK-Clip multiplies by ``gamma[head] ** power``."""
+    """Rows of a weight that QK-Clip multiplies by ``gamma[head] ** power``.
 
-    head: int
+    head: one query head, or several that share the rows (then the smallest of their gammas counts).
+    rule: empty = always; otherwise the rows count only when the optimizer's ``qk_clip_rule`` has this name
+        ("per_query_head" leaves keys that several heads share alone, "grouped" scales the whole group).
+    """
+
+    head: int | tuple[int, ...]
     start: int
     stop: int
     power: float
+    rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ from typing import Any
 
 # public name -> module of this package that defines it; imported on first use
 _EXPORTS = {
+    "max_logits": "logit_maxima",
     "mix_over_depth": "depth_attention",
+    "orthogonalize": "newton_schulz",
 }
 
 __all__ = sorted(_EXPORTS)

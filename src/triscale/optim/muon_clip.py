@@ -1,0 +1,265 @@
+"""MuonClip: Muon for matrices, AdamW for the rest, QK-Clip after the step.
+
+Sources: Muon with decay and matched update size, arXiv 2502.16982, section 2 (Moonlight); QK-Clip, arXiv 2507.20534,
+section 2.1 (Kimi K2); per-head orthogonalisation, arXiv 2607.24653, section 2.5 (Kimi K3).
+
+For a matrix W [m, n] with gradient G:
+
+    M <- momentum * M + (1 - momentum) * G
+    N  = (1 - momentum) * G + momentum * M                     (Nesterov; without it N = M)
+    O  = orthogonalize(N)
+    W <- W - lr * (weight_decay * W + 0.2 * sqrt(max(m, n)) * O)
+
+M is the exponential average; the papers write the plain sum M' = momentum * M' + G. The two differ by the constant
+factor 1 - momentum, which orthogonalisation removes, so the updates agree up to the epsilon in its normalisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from triscale.config import TriScaleError
+from triscale.ops.newton_schulz import METHODS, orthogonalize_batch
+
+from .adamw import check_rates
+from .base import RuleOptimizer, gradient, local
+from .grouping import clip_targets
+from .qk_clip import ClipReport, QKClip, RowScales, scale_rows
+
+Scale = Literal["match_rms", "spectral", "none"]
+RMS = 0.2
+WORKSPACE = 1 << 22  # elements orthogonalised in one batch
+
+
+def update_scale(rows: int, columns: int, scale: Scale) -> float:
+    """The factor on an orthogonal update. "match_rms": 0.2 sqrt(max(m, n)), RMS 0.2 like AdamW's (Moonlight).
+
+    "spectral": sqrt(max(1, m / n)), Jordan's convention, which wants a learning rate of its own. "none": 1.
+    """
+    if scale == "match_rms":
+        return RMS * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns)) if scale == "spectral" else 1.0
+
+
+class MuonClip(RuleOptimizer):
+    """A torch optimizer for any module: Muon, AdamW and QK-Clip with one learning rate and one weight decay.
+
+    params: a module (roles decide; needed for QK-Clip), named parameters (names decide), or groups that say
+    ``"algorithm": "muon" | "adamw"``. orthogonalizer: a key of ``triscale.ops.newton_schulz.METHODS``; ns_steps
+    overrides its number of steps. ns_dtype: arithmetic of the orthogonaliser, "bfloat16", "float32" or "float16".
+    per_head: orthogonalise every head's block of the q, k and v projections apart. qk_clip_threshold: None switches
+    QK-Clip off. qk_clip_rule: for keys shared by several query heads, "per_query_head" leaves them alone, "grouped"
+    scales the whole group. update_scale: see :func:`update_scale`.
+
+    After each step ``clip_report`` holds the step's largest logits and what was clipped.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        lr: float = 1e-3
+        weight_decay: float = 0.1
+        momentum: float = 0.95
+        nesterov: bool = True
+        orthogonalizer: str = "jordan5"
+        ns_steps: int | None = None
+        ns_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+        update_scale: Scale = "match_rms"
+        per_head: bool = False
+        qk_clip_threshold: float | None = 100.0  # 0 = off (TOML has no null)
+        qk_clip_rule: Literal["per_query_head", "grouped"] = "per_query_head"
+        beta1: float = 0.9
+        beta2: float = 0.95
+        eps: float = 1e-8
+
+        def __post_init__(self) -> None:
+            check_rates(self.lr, self.weight_decay, self.momentum, self.beta1, self.beta2)
+            if self.orthogonalizer not in METHODS:
+                raise ValueError(f"orthogonalizer: {self.orthogonalizer!r} is unknown; known: {', '.join(METHODS)}")
+            if self.qk_clip_threshold is not None and self.qk_clip_threshold < 0:
+                raise ValueError(f"qk_clip_threshold: {self.qk_clip_threshold} must be positive, or 0 to switch it off")
+
+        def build(self, model: nn.Module) -> MuonClip:
+            return MuonClip(
+                model,
+                self.lr,
+                self.weight_decay,
+                self.momentum,
+                self.nesterov,
+                self.orthogonalizer,
+                self.per_head,
+                self.qk_clip_threshold or None,
+                (self.beta1, self.beta2),
+                adamw_eps=self.eps,
+                ns_steps=self.ns_steps,
+                ns_dtype=self.ns_dtype,
+                update_scale=self.update_scale,
+                qk_clip_rule=self.qk_clip_rule,
+            )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        orthogonalizer: str = "jordan5",
+        per_head: bool = False,
+        qk_clip_threshold: float | None = 100.0,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        *,
+        adamw_eps: float = 1e-8,
+        ns_steps: int | None = None,
+        ns_dtype: str = "bfloat16",
+        update_scale: Scale = "match_rms",
+        qk_clip_rule: str = "per_query_head",
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        check_rates(lr, weight_decay, momentum, *adamw_betas)
+        if orthogonalizer not in METHODS:
+            raise ValueError(f"orthogonalizer: {orthogonalizer!r} is unknown; known: {', '.join(METHODS)}")
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "orthogonalizer": orthogonalizer, "ns_steps": ns_steps, "ns_dtype": ns_dtype, "update_scale": update_scale,
+            "betas": tuple(adamw_betas), "eps": adamw_eps,
+        }  # fmt: skip
+        model = params if isinstance(params, nn.Module) else None
+        super().__init__(params, defaults, per_head=per_head)
+        self.clip_report: ClipReport | None = None
+        self.skipped_mixers: list[str] = []
+        self.qk_clip = self._make_clip(model, qk_clip_threshold, qk_clip_rule, process_group)
+
+    @classmethod
+    def for_model(cls, model: nn.Module, **settings: Any) -> MuonClip:
+        """MuonClip for a model of ours, or a Hugging Face Llama-, Qwen- or DeepSeek-V3-style model.
+
+        The latter's attention modules are taught their roles and the logit probe first
+        (:func:`triscale.optim.foreign.adapt`).
+        """
+        if not any(hasattr(module, "parameter_roles") for module in model.modules()):
+            from .foreign import adapt
+
+            adapt(model)
+        return cls(model, **settings)
+
+    def describe(self) -> str:
+        """The table of rules, followed by what QK-Clip covers and what it skips."""
+        lines = [super().describe()]
+        if self.qk_clip is None:
+            lines.append("QK-Clip: off")
+        else:
+            names = ", ".join(t.name for t in self.qk_clip.targets) or "none"
+            lines.append(f"QK-Clip: threshold {self.qk_clip.threshold:g}, rule {self.qk_clip.rule}, layers: {names}")
+        if self.skipped_mixers:
+            lines.append(f"QK-Clip skips (no softmax): {', '.join(self.skipped_mixers)}")
+        return "\n".join(lines)
+
+    def update_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        if group["algorithm"] == "muon":
+            self._muon_update(group, parameters)
+        else:
+            self.adamw_update(group, parameters)
+
+    def after_update(self) -> None:
+        if self.qk_clip is not None:
+            self.clip_report = self.qk_clip.apply(self._scale)
+
+    def _scale(self, parameter: Tensor, scales: RowScales) -> None:
+        """Scale rows of the fp32 master if there is one and round it again: the two copies cannot drift apart."""
+        scale_rows(self.state.get(parameter, {}).get("master", parameter), scales)
+        self.round_masters([parameter])
+
+    def _make_clip(
+        self, model: nn.Module | None, threshold: float | None, rule: str, process_group: dist.ProcessGroup | None
+    ) -> QKClip | None:
+        if model is not None:
+            targets, self.skipped_mixers = clip_targets(model)
+        if threshold is None:
+            return None
+        if model is None:
+            raise TriScaleError("QK-Clip needs to know the attention modules. Pass the model, not its parameters, "
+                                "or set qk_clip_threshold=None")  # fmt: skip
+        if not targets and any(r.source == "default" and r.algorithm == "muon" for r in self.rules.values()):
+            raise TriScaleError("QK-Clip found no attention it knows in this model. Use MuonClip.for_model(model), "
+                                "declare parameter_roles() with clip rows, or set qk_clip_threshold=None")  # fmt: skip
+        return QKClip(targets, threshold, rule, process_group)
+
+    # -- Muon ------------------------------------------------------------------------------------------------------
+
+    def _muon_update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        if not parameters:
+            return
+        lr, momentum = float(group["lr"]), group["momentum"]
+        buffers = [local(self.fp32_state(p, "momentum")["momentum"]) for p in parameters]
+        grads = [local(gradient(p)).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        targets = [self.target(p) for p in parameters]
+        if group["weight_decay"]:
+            torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
+        for batch in self._batches(group, parameters, updates, targets):
+            _orthogonal_step(group, lr, batch)
+
+    def _batches(
+        self, group: dict[str, Any], parameters: list[Tensor], updates: Sequence[Tensor], targets: list[Tensor]
+    ) -> Iterator[list[Piece]]:
+        """All logical matrices of the group, those of one shape (up to transposition) batched."""
+        shapes: dict[tuple[int, int], list[Piece]] = {}
+        for parameter, update, target in zip(parameters, updates, targets, strict=True):
+            start = 0
+            for rows in self.rules[id(parameter)].blocks or (parameter.shape[-2],):
+                scale = update_scale(rows, parameter.shape[-1], group["update_scale"])
+                source, goal = (_oriented(t.narrow(-2, start, rows)) for t in (update, target))
+                shapes.setdefault((source.shape[-2], source.shape[-1]), []).append(Piece(source, goal, scale))
+                start += rows
+        for (rows, columns), pieces in shapes.items():
+            yield from _chunks(pieces, max(1, WORKSPACE // (rows * columns)))
+
+
+class Piece(NamedTuple):
+    """Matrices [count, p, q], p <= q, of one parameter: views of its update and of the tensor to be moved."""
+
+    update: Tensor
+    target: Tensor
+    scale: float
+
+
+def _oriented(tensor: Tensor) -> Tensor:
+    """View [..., m, n] as [count, p, q] with p <= q."""
+    flat = tensor if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-2:]) if tensor.ndim > 3 else tensor[None]
+    assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "a copy would lose the update"
+    return flat.mT if flat.shape[-2] > flat.shape[-1] else flat
+
+
+def _chunks(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Batches of at most ``limit`` matrices; large stacks are cut."""
+    batch: list[Piece] = []
+    room = limit
+    for piece in pieces:
+        start, count = 0, piece.update.shape[0]
+        while start < count:
+            taken = min(room, count - start)
+            rows = slice(start, start + taken)
+            batch.append(Piece(piece.update[rows], piece.target[rows], piece.scale))
+            start, room = start + taken, room - taken
+            if room == 0:
+                yield batch
+                batch, room = [], limit
+    if batch:
+        yield batch
+
+
+def _orthogonal_step(group: dict[str, Any], lr: float, pieces: list[Piece]) -> None:
+    """Move the targets of one batch. The orthogonaliser copies its input: ``update`` may be the momentum itself."""
+    batch = torch.cat([p.update for p in pieces]) if len(pieces) > 1 else pieces[0].update
+    dtype = torch.float64 if batch.dtype == torch.float64 else getattr(torch, group["ns_dtype"])
+    result = orthogonalize_batch(batch, group["orthogonalizer"], group["ns_steps"], dtype=dtype)
+    for piece, step in zip(pieces, result.split([p.update.shape[0] for p in pieces]), strict=True):
+        piece.target.add_(step, alpha=-lr * piece.scale)

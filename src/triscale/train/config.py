@@ -18,7 +18,8 @@ from triscale.config import (
 )
 from triscale.data.prepare import DataConfig
 from triscale.models.decoder import Decoder
-from triscale.optim.parts import OPTIMIZERS, SCHEDULES
+from triscale.optim.parts import OPTIMIZERS
+from triscale.optim.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)

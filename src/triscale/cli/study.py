@@ -1,0 +1,35 @@
+"""``triscale study``: prepared questions."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+# name: (module, question); each module has run(output: Path, **settings) and SETTINGS for the command line
+STUDIES: dict[str, tuple[str, str]] = {
+    "memory-tasks": ("triscale.studies.memory_tasks", "Which mixers remember palindromes, pairs and stacks, by length?"),
+    "loss-by-position": ("triscale.studies.loss_by_position", "How does loss fall with the token's position?"),
+    "qk-clip": ("triscale.studies.qk_clip", "Does QK-Clip hold growing logits, and does it cost retrieval?"),
+    "muon-attribution": ("triscale.studies.muon_attribution", "Which ingredient of MuonClip carries the gain?"),
+    "attnres": ("triscale.studies.attnres", "Do Attention Residuals help over recurrent layers too?"),
+}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", required=False)
+@click.option("--output", type=click.Path(path_type=Path), help="Result folder [default: runs/study-NAME].")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[--setting=VALUE]...")
+def study(name: str | None, output: Path | None, settings: tuple[str, ...]) -> None:
+    """Run the study NAME (or list them all); running it again resumes."""
+    from triscale.config import ConfigError, parse_overrides
+
+    if name is None:
+        for key, (_, question) in STUDIES.items():
+            click.echo(f"{key:<18} {question}")
+        return
+    if name not in STUDIES:
+        raise ConfigError("study", f"no study is called {name!r}", f"Known: {', '.join(STUDIES)}")
+    module = import_module(STUDIES[name][0])
+    module.run(output or Path("runs") / f"study-{name}", **parse_overrides(settings))

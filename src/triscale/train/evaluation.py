@@ -1,0 +1,76 @@
+"""Evaluations of a finished run, and the comparison of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triscale.config import TriScaleError
+from triscale.data.heldout import HeldoutRows, bits_per_byte
+from triscale.data.needle import make_needle_examples
+from triscale.data.prepare import prepare
+
+from .config import Runtime, describe_difference
+from .evaluate import heldout_loss
+from .generate import generate_ids
+from .load import LoadedRun, load_run, sequence_nats
+from .run_directory import RunDirectory
+
+NEEDLES = 20  # prompts per length
+
+
+def evaluate_run(
+    path: Path, *, text: Path | None = None, needle: tuple[int, ...] = (), device: str = "auto"
+) -> dict[str, Any]:
+    """``heldout`` always; ``text`` and ``needle`` when asked for. fp32, whatever the run trained in."""
+    loaded = load_run(path, device)
+    train = loaded.config.train
+    data = prepare(loaded.config.data, Runtime().cache_dir)
+    rows = HeldoutRows(data, train.row_length, -(-train.eval_tokens // train.row_length))
+    result: dict[str, Any] = {
+        "step": loaded.step,
+        "heldout": heldout_loss(loaded.model, rows, train.micro_rows, torch.float32),
+    }
+    if text is not None:
+        content = text.read_text(encoding="utf-8", errors="replace")
+        ids = loaded.tokenizer.encode(content)
+        if len(ids) < 2:
+            raise TriScaleError(f"--text: {text} holds {len(ids)} tokens; at least 2 are needed to predict one")
+        nats, count = sequence_nats(loaded, ids, train.row_length)
+        size = len(content.encode())
+        result["text"] = {"loss": nats / count, "bits_per_byte": bits_per_byte(nats, size), "tokens": count}
+    if needle:
+        result["needle"] = {str(length): needle_accuracy(loaded, length) for length in needle}
+    return result
+
+
+def needle_accuracy(loaded: LoadedRun, length: int, n: int = NEEDLES) -> dict[str, Any]:
+    """Share of prompts of ``length`` tokens whose hidden value the model repeats greedily."""
+    right = 0
+    examples = make_needle_examples(loaded.tokenizer, length, None, n, seed=0)
+    for example in examples:
+        answer = list(generate_ids(loaded, list(example.prompt), len(example.answer), temperature=0.0))
+        right += answer == list(example.answer)
+    return {"accuracy": right / len(examples), "n": len(examples)}
+
+
+def compare_runs(first: Path, second: Path) -> dict[str, Any]:
+    """Config differences and the main numbers of two finished runs, in the order given."""
+    pair = [RunDirectory(first), RunDirectory(second)]
+    for directory in pair:
+        if not directory.finished:
+            raise TriScaleError(f"{directory.path} is not a finished run; resume it with `triscale train --run`")
+    results = [directory.result() for directory in pair]
+    names = ("loss", "bits_per_byte", "tokens", "flops", "seconds", "max_logit")
+    numbers = {name: tuple(r[name] for r in results) for name in names}
+    numbers["parameters"] = tuple(r["parameters"]["total"] for r in results)
+    same = results[0]["corpus"] == results[1]["corpus"]
+    remark = (
+        "One pair of runs cannot tell luck from merit: `triscale ladder` repeats it over seeds and sizes."
+        if same
+        else "The runs were measured on different corpora or tokenizers: their losses cannot be compared."
+    )
+    difference = describe_difference(*(directory.read_config() for directory in pair))
+    return {"config": difference, "numbers": numbers, "same_corpus": same, "remark": remark}

@@ -26,8 +26,7 @@ def evaluate(run: Path, text: Path | None, needle: tuple[int, ...], device: str,
     for name in ("heldout", "text"):
         if name in result:
             row = result[name]
-            click.echo(
-                f"{name:<8} {row['loss']:.4f} nats/token  {row['bits_per_byte']:.4f} bits/byte  ({row['tokens']:,} tokens)"
-            )
+            size = f"({row['tokens']:,} tokens)"
+            click.echo(f"{name:<8} {row['loss']:.4f} nats/token  {row['bits_per_byte']:.4f} bits/byte  {size}")
     for length, row in result.get("needle", {}).items():
         click.echo(f"needle at {length}: {row['accuracy']:.0%} of {row['n']} retrieved")

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import click
 
-# name: (module, question); each module has run(output: Path, **settings) and SETTINGS for the command line
+# name: (module, question); each module has run(output: Path, **settings)
 STUDIES: dict[str, tuple[str, str]] = {
-    "memory-tasks": ("triscale.studies.memory_tasks", "Which mixers remember palindromes, pairs and stacks, by length?"),
+    "memory-tasks": (
+        "triscale.studies.memory_tasks",
+        "Which mixers remember palindromes, pairs, stacks?",
+    ),
     "loss-by-position": ("triscale.studies.loss_by_position", "How does loss fall with the token's position?"),
     "qk-clip": ("triscale.studies.qk_clip", "Does QK-Clip hold growing logits, and does it cost retrieval?"),
     "muon-attribution": ("triscale.studies.muon_attribution", "Which ingredient of MuonClip carries the gain?"),

@@ -37,7 +37,9 @@ def tune(
     for number, arm in enumerate(chosen):
         losses: dict[float, float] = {}
 
-        def measure(rate: float, arm: ArmConfig = arm, losses: dict[float, float] = losses, number: int = number) -> None:
+        def measure(
+            rate: float, arm: ArmConfig = arm, losses: dict[float, float] = losses, number: int = number
+        ) -> None:
             progress.title = f"[{number + 1}/{len(chosen)}] {arm.name} lr {rate:g}"
             cell = Cell(rung, replace(arm, learning_rate=rate), seed, (tokens,))
             trainer = runner._trainer(cell, folder / arm.name / f"lr{rate:g}", tokens, (progress,), ())

@@ -18,7 +18,8 @@ from .generate import generate_ids
 from .load import LoadedRun, load_run, sequence_nats
 from .run_directory import RunDirectory
 
-NEEDLES = 20  # prompts per length
+NEEDLES = 21  # prompts per length
+NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
 
 
 def evaluate_run(
@@ -48,11 +49,15 @@ def evaluate_run(
 
 def needle_accuracy(loaded: LoadedRun, length: int, n: int = NEEDLES) -> dict[str, Any]:
     """Share of prompts of ``length`` tokens whose hidden value the model repeats greedily."""
+    examples = [
+        example
+        for depth in NEEDLE_DEPTHS
+        for example in make_needle_examples(loaded.tokenizer, length, depth, -(-n // len(NEEDLE_DEPTHS)), seed=0)
+    ]
     right = 0
-    examples = make_needle_examples(loaded.tokenizer, length, None, n, seed=0)
     for example in examples:
-        answer = list(generate_ids(loaded, list(example.prompt), len(example.answer), temperature=0.0))
-        right += answer == list(example.answer)
+        answer = example.tokens[example.answer_start : example.answer_stop]
+        right += tuple(generate_ids(loaded, list(example.prompt), len(answer), temperature=0.0)) == answer
     return {"accuracy": right / len(examples), "n": len(examples)}
 
 

@@ -89,6 +89,7 @@ class Trainer:
             self.directory.open(self.config, self.runtime)
             return self.directory.result()
         self.directory.open(self.config, self.runtime)
+        self.data.tokenizer.save(self.directory.path / "tokenizer.json")
         self.events = EventWriter(self.directory.events, self.directory.name)
         self.events.listeners.extend(self.listeners)
         try:

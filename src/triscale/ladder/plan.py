@@ -1,0 +1,74 @@
+"""What a ladder will cost and what it will be able to see, before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triscale.train.plan import Plan
+from triscale.train.plan import plan as plan_run
+
+from .run import Cell, LadderRunner
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One arm at one rung; minutes are for one seed, decay branches included."""
+
+    rung: str
+    arm: str
+    parameters: int
+    mismatch: float
+    tokens: int
+    flops: int
+    minutes: float
+
+
+@dataclass(frozen=True)
+class LadderPlan:
+    """rows: one a rung and arm. minutes: everything, one after another."""
+
+    rows: tuple[CellPlan, ...]
+    seeds: int
+    minutes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": [row.__dict__ for row in self.rows], "seeds": self.seeds, "minutes": self.minutes}
+
+    def lines(self) -> list[str]:
+        from triscale.train.progress import short_number, short_time
+
+        head = f"{'rung':<10}{'arm':<24}{'parameters':>12}{'mismatch':>10}{'tokens':>12}{'FLOPs':>9}{'time/seed':>11}"
+        body = [
+            f"{r.rung:<10}{r.arm:<24}{r.parameters:>12,}{r.mismatch:>+10.2%}{r.tokens:>12,}{short_number(r.flops):>9}"
+            f"{short_time(60 * r.minutes):>11}"
+            for r in self.rows
+        ]
+        total = f"{self.seeds} seeds: about {self.minutes:.0f} minutes of training on this machine"
+        return [head, *body, total]
+
+
+def plan_ladder(runner: LadderRunner) -> LadderPlan:
+    """Time one micro-batch of every arm at every rung (parameters, FLOPs and tokens are exact)."""
+    rows = []
+    for rung in runner.ladder.rungs:
+        for arm in runner.ladder.arms:
+            cell = next(c for c in runner.cells() if c.rung is rung and c.arm is arm)
+            planned: Plan = plan_run(runner.config(cell), runner.runtime)
+            share = _trained_tokens(runner, cell) / planned.tokens
+            rows.append(
+                CellPlan(
+                    rung.name, arm.name, planned.parameters["total"], runner.matched(rung, arm).mismatch,
+                    planned.tokens, planned.flops, planned.minutes * share,
+                )
+            )  # fmt: skip
+    seeds = len(runner.ladder.seeds)
+    return LadderPlan(tuple(rows), seeds, seeds * sum(row.minutes for row in rows))
+
+
+def _trained_tokens(runner: LadderRunner, cell: Cell) -> int:
+    """Tokens actually trained: the trunk, and the decay of each shorter budget."""
+    batch = runner.config(cell).train.batch_tokens
+    longest = max(cell.budgets)
+    decays = sum(tokens - batch * runner._branch_step(cell, tokens) for tokens in cell.budgets if tokens != longest)
+    return longest + decays

@@ -99,9 +99,8 @@ def tune(name: str, runs: Path | None, trust_imports: bool, as_json: bool, arms:
         return
     for arm, row in record["arms"].items():
         inside = "" if row["inside"] else "  (at the edge of the grid: try more rates)"
-        tried = ", ".join(
-            f"{rate}: {loss:.4f}" if loss else f"{rate}: diverged" for rate, loss in row["losses"].items()
-        )
+        losses = row["losses"].items()
+        tried = ", ".join(f"{rate}: {loss:.4f}" if loss else f"{rate}: diverged" for rate, loss in losses)
         click.echo(f"{arm:<24} learning_rate = {row['best']:g}{inside}   [{tried}]")
 
 
@@ -147,12 +146,14 @@ def report(runs: Path, as_json: bool, output: Path | None) -> None:
 def _report(record, folder: Path, as_json: bool, output: Path | None = None) -> None:
     from triscale.ladder.report import report_json, write_report
     from triscale.ladder.tables import print_report
+    from triscale.ladder.verdict import analyse
 
     if as_json:
         click.echo(json.dumps(report_json(record)))
         return
-    page = write_report(record, output or folder / "report")
-    print_report(record)
+    result = analyse(record)
+    page = write_report(result, output or folder / "report")
+    print_report(result)
     click.echo(f"report: {page}")
 
 

@@ -60,10 +60,13 @@ class PythonCorpus:
         self.root = Path(root or sysconfig.get_path("stdlib"))
 
     def documents(self, report: CorpusReport) -> Iterator[Document]:
-        report.source = self.name
+        report.source = report.source or self.name
+        usable = 0
         for path in self._paths():
-            yield from read_file(path, path.relative_to(self.root).as_posix(), report, "")
-        if not report.documents:
+            for document in read_file(path, path.relative_to(self.root).as_posix(), report, ""):
+                usable += 1
+                yield document
+        if not usable:
             raise TriScaleError(
                 f"no source of the standard library under {self.root} (this Python ships it compiled). "
                 "Use your own text: --data.corpus.kind=files --data.corpus.paths='[\"FOLDER\"]'"
@@ -107,10 +110,13 @@ class FilesCorpus:
         self.config = config
 
     def documents(self, report: CorpusReport) -> Iterator[Document]:
-        report.source = self.name
+        report.source = report.source or self.name
+        usable = 0  # counted here: the reader of this generator may take duplicates out of the report
         for path in self._paths(report):
-            yield from read_file(path, path.as_posix(), report, self.config.text_field)
-        if not report.documents:
+            for document in read_file(path, path.as_posix(), report, self.config.text_field):
+                usable += 1
+                yield document
+        if not usable:
             reasons = ", ".join(f"{key} {entry.count}" for key, entry in sorted(report.skipped.items()))
             raise ConfigError(
                 "data.corpus.paths",
@@ -135,13 +141,17 @@ class FilesCorpus:
             return _files_below(path, report)
         if path.exists():
             return [path]
-        matches = sorted(glob.glob(str(path), recursive=True))
+        matches = sorted(filter(os.path.lexists, glob.glob(str(path), recursive=True)))  # "no/**" matches "no/"
         if not matches:
             raise ConfigError("data.corpus.paths", f"{name!r} does not exist and matches nothing",
                               f"Paths are relative to {Path.cwd()}")  # fmt: skip
         result: list[Path] = []
+        folders: set[Path] = set()  # read whole: what else matched inside them is already there
         for match in map(Path, matches):
-            result += _files_below(match, report) if match.is_dir() else [match]
+            if folders.isdisjoint(match.parents):
+                if match.is_dir():
+                    folders.add(match)
+                result += _files_below(match, report) if match.is_dir() else [match]
         return result
 
     def _check_shards(self, paths: list[Path]) -> None:
@@ -164,7 +174,11 @@ class FilesCorpus:
 def _files_below(folder: Path, report: CorpusReport) -> list[Path]:
     """All files under ``folder`` by name; hidden entries and links to folders are counted, not followed."""
     found = []
-    for here, folders, names in os.walk(folder):
+
+    def unreadable(error: OSError) -> None:
+        report.skip("unreadable", f"{error.filename}/ ({error.strerror})")
+
+    for here, folders, names in os.walk(folder, onerror=unreadable):
         for name in sorted(folders):
             path = Path(here, name)
             if name.startswith("."):

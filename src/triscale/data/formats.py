@@ -119,8 +119,9 @@ def _decoded(data: bytes, encoding: str, name: str, report: CorpusReport) -> str
     else:
         try:
             text = data.decode(encoding)
-        except UnicodeDecodeError as error:
-            cut = error.reason == "unexpected end of data"
+            text.encode("utf-8")
+        except (UnicodeError, LookupError) as error:  # lookup: a declared codec that does not decode bytes to text
+            cut = getattr(error, "reason", "") == "unexpected end of data"
             report.skip("truncated" if cut else "wrong_encoding", name, len(data))
             return None
         if text.strip():
@@ -165,15 +166,25 @@ def _read_parquet(path: Path, name: str, report: CorpusReport, text_field: str) 
                 return
             number = 0
             for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     number += 1
-                    yield from _record(text, f"{name}:{number}", 0, report)
+                    yield from _cell(value, f"{name}:{number}", report)
             if number == 0:
                 report.skip("empty", name, size)
-    except (arrow.ArrowInvalid, OSError) as error:  # a file cut short has lost its footer or some of its pages
+    except (arrow.ArrowException, OSError) as error:  # a file cut short has lost its footer or some of its pages
         with open(path, "rb") as file:
             starts_right = file.read(4) == b"PAR1"
         report.skip("truncated" if starts_right else "binary", f"{name} ({str(error).splitlines()[0]})", size)
+
+
+def _cell(value: Any, where: str, report: CorpusReport) -> Iterator[Document]:
+    """A Parquet value; null is an empty text, and bytes that claim to be a string may not be UTF-8."""
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        report.skip("wrong_encoding", where)
+        return
+    yield from _record("" if text is None else text, where, 0, report)
 
 
 def _record(text: Any, where: str, size: int, report: CorpusReport) -> Iterator[Document]:

@@ -209,7 +209,7 @@ def _open(folder: Path, sources: tuple[Source, ...], report: DataReport) -> Prep
         return None
     try:
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        train, heldout = TokenStore(folder, TRAIN), TokenStore(folder, HELDOUT)
+        train, heldout = TokenStore.open(folder, TRAIN), TokenStore.open(folder, HELDOUT)
     except (TriScaleError, OSError, ValueError, KeyError):
         return None  # damaged after it was completed: built again
     report.tokenizer_hash, report.vocabulary_size = tokenizer.hash, tokenizer.vocabulary_size
@@ -305,8 +305,11 @@ def _train(config: DataConfig, parts: list, entries: list[_Entry], tell: Progres
         if entry.digest in wanted and entry.split != DROPPED:
             text = split_text(document.text, config.heldout_fraction)[0] if entry.split == CUT else document.text
             sample.append(text[: config.tokenizer_sample_bytes])
-    tell("training the tokenizer", 0, sum(map(len, sample)))
-    return train_tokenizer(sample, config.vocabulary_size)
+    total = sum(map(len, sample))
+    tell("training the tokenizer", 0, total)
+    tokenizer = train_tokenizer(sample, config.vocabulary_size)
+    tell("training the tokenizer", total, total)
+    return tokenizer
 
 
 def split_text(text: str, fraction: float) -> tuple[str, str]:

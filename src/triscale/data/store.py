@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,44 @@ from typing import Any
 import numpy as np
 
 from ..config import TriScaleError
+from .tokenizer import BOS, EOS, Tokenizer
 
 
 class TokenStore:
-    """The documents of one split, read-only.
+    """The documents of one split, read-only, on disk or in memory.
 
-    lengths, byte_counts, sources: int64 ``[documents]``: ids in each document (bos and eos included), bytes of its
-    text, and the number of its source. ids: where each document came from. hash: sha256 of ids and lengths.
+    ids: where each document came from. lengths, byte_counts, sources: int64 ``[documents]``: tokens of each document
+    (bos and eos included), bytes of its text, and the number of its source. hash: sha256 of tokens and lengths.
     """
 
-    def __init__(self, folder: str | Path, split: str):
+    def __init__(self, split: str, tokens: np.ndarray, table: np.ndarray, ids: list[str], hash: str):
+        self.split, self._tokens, self.ids, self.hash = split, tokens, ids, hash
+        self.lengths, self.byte_counts, self.sources = table
+
+    @classmethod
+    def open(cls, folder: str | Path, split: str) -> TokenStore:
+        """The store that a :class:`StoreWriter` left in ``folder``; raises if its files do not fit together."""
         folder = Path(folder)
-        self.split = split
         with open(folder / f"{split}.json", encoding="utf-8") as file:
             index = json.load(file)
-        self.ids: list[str] = index["ids"]
-        self.hash: str = index["hash"]
         table = np.load(folder / f"{split}.documents.npy", allow_pickle=False)
-        self.lengths, self.byte_counts, self.sources = table
         path, dtype = folder / f"{split}.bin", np.dtype(index["dtype"])
-        expected = int(self.lengths.sum()) * dtype.itemsize
-        if len(self.ids) != len(self.lengths) or path.stat().st_size != expected:
+        expected = int(table[0].sum()) * dtype.itemsize
+        if len(index["ids"]) != table.shape[1] or path.stat().st_size != expected:
             raise TriScaleError(f"{path}: {path.stat().st_size} bytes do not fit the index, which expects {expected}")
-        self._tokens: np.ndarray = np.memmap(path, dtype, "r") if expected else np.zeros(0, dtype)
+        tokens = np.memmap(path, dtype, "r") if expected else np.zeros(0, dtype)
+        return cls(split, tokens, table, index["ids"], index["hash"])
+
+    @classmethod
+    def of_texts(cls, tokenizer: Tokenizer, texts: Mapping[str, str]) -> TokenStore:
+        """A store in memory of a few texts ``{id: text}``, for evaluating on one's own."""
+        bos, eos = tokenizer.token_id(BOS), tokenizer.token_id(EOS)
+        documents = [[bos, *ids, eos] for ids in tokenizer.encode_batch(list(texts.values()))]
+        tokens = np.asarray([i for document in documents for i in document], np.int64)
+        rows = [(len(ids), len(text.encode()), 0) for ids, text in zip(documents, texts.values(), strict=True)]
+        table = np.asarray(rows, np.int64).reshape(-1, 3).T.copy()
+        digest = hashlib.sha256(tokens.tobytes() + table[0].tobytes()).hexdigest()
+        return cls("texts", tokens, table, list(texts), digest)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -110,8 +110,10 @@ class Tokenizer:
         for text, i in self._inner.get_vocab(with_added_tokens=True).items():
             if i in added:
                 table[i] = b"" if added[i].special else text.encode()
-            else:
+            elif alphabet.keys() >= set(text):
                 table[i] = bytes(alphabet[character] for character in text)
+            else:
+                raise TriScaleError(f"token {i} ({text!r}) is not a byte string: this tokenizer is not byte-level BPE")
         return tuple(table)
 
     @cached_property

@@ -13,6 +13,7 @@ from triscale.config import require
 
 from .multiplier import as_factor
 from .records import RunSummary
+from .statistics import paired_t
 from .tables import rung_factor, si
 from .verdict import LadderResult
 
@@ -84,13 +85,16 @@ def _scaling(result: LadderResult) -> Plot | None:
     record, colours = result.record, colour_of(result)
     figure, axes = _figure(7.5, 4.4)
     fits = {record.baseline: result.scaling} | {arm.name: arm.scaling for arm in result.arms}
-    for name, fit in fits.items():
+    for index, (name, fit) in enumerate(fits.items()):
         runs = [run for run in record.runs if run.arm == name and not run.diverged]
-        axes.plot([run.flops for run in runs], [run.loss for run in runs], "o", color=colours[name], ms=3.5, alpha=0.7)
+        aside = 1.035 ** (index - len(result.arms) / 2)  # arms of equal FLOPs side by side
+        axes.plot([run.flops * aside for run in runs], [run.loss for run in runs], "o", color=colours[name], ms=3,
+                  alpha=0.45, mew=0)  # fmt: skip
+        _error_bars(axes, result, name, aside, colours[name])
         label = name
         if fit is not None:
             x = np.geomspace(fit.lowest / 1.15, fit.highest * 1.15, 80)
-            label += f": C^-{fit.exponent:.3f}" + (f" + {fit.floor:.2f}" if fit.floor else "")
+            label += f": $C^{{-{fit.exponent:.3f}}}$" + (f" + {fit.floor:.2f}" if fit.floor else "")
             axes.plot(x, fit.loss(x), color=colours[name], lw=1.4, label=label)
             band = fit.band(x)
             if band is not None and fit.df > 1:
@@ -104,10 +108,25 @@ def _scaling(result: LadderResult) -> Plot | None:
     limits = (min(losses) - 2 * margin, max(losses) + 2 * margin)
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="training FLOPs", ylabel="held-out loss (nats/token)")
     _plain_ticks(axes, *limits, which="y")
+    _log_ticks(axes, min(run.flops for run in record.runs) / 1.2, max(run.flops for run in record.runs) * 1.2)
     axes.legend()
-    caption = ("Every point is a run. Lines: L(C) = a·C^-b (plus a floor where the data show one). Bands: 95 % "
-               "pointwise intervals, drawn where the fit has more than one degree of freedom.")  # fmt: skip
+    caption = ("Every dot is a run (arms of equal FLOPs are drawn side by side); bars: mean over seeds and its 95 % "
+               "t-interval, which contains the luck a seed brings to all arms alike. Lines: L(C) = a·C^-b (plus a "
+               "floor where the data show one); bands: their 95 % pointwise intervals, drawn where the fit has more than one "
+               "degree of freedom.")  # fmt: skip
     return _finish(figure, "scaling", "Scaling over rungs", caption)
+
+
+def _error_bars(axes, result: LadderResult, arm: str, aside: float, colour: str) -> None:
+    for rung in result.record.rungs:
+        runs = [run for run in result.record.of(arm, rung.name) if not run.diverged]
+        if len(runs) < 2:
+            continue
+        estimate = paired_t([run.loss for run in runs if run.loss is not None])
+        x = aside * sum(run.flops for run in runs) / len(runs)
+        assert estimate.interval is not None
+        axes.plot([x, x], estimate.interval, color=colour, lw=1)
+        axes.plot(x, estimate.mean, "_", color=colour, ms=7)
 
 
 def _budgets(result: LadderResult) -> Plot | None:
@@ -137,7 +156,7 @@ def _budgets(result: LadderResult) -> Plot | None:
         span = np.concatenate([np.ravel(y) for y in shown])
         pad = 0.08 * (span.max() - span.min()) + 1e-3
         axes.set_ylim(span.min() - pad, span.max() + pad)
-        _token_ticks(axes, fit.lowest / 1.1, fit.highest * 1.1)
+        _log_ticks(axes, fit.lowest / 1.1, fit.highest * 1.1)
     panels[0].set_ylabel("held-out loss (nats/token)")
     _legend(figure, colours, baseline=result.record.baseline)
     caption = ("Dots: the ends of the baseline's complete schedules; line and band: L(D) fitted to them with its 95 % "
@@ -163,6 +182,8 @@ def _curves(name: str, title: str, field: str, label: str, caption: str, log: bo
             axes.xaxis.set_major_formatter(lambda value, _: si(value) if value else "0")
             axes.xaxis.set_major_locator(_ticker().MaxNLocator(4))
             _zoom(axes, mine, field)
+            if log:
+                _log_values(axes, [y for run in mine for _, y in getattr(run, field)])
         panels[0].set_ylabel(label)
         _legend(figure, colours)
         return _finish(figure, name, title, caption)
@@ -220,7 +241,7 @@ def _legend(figure, colours: dict[str, str], baseline: str | None = None) -> Non
         for handle in handles:
             handle.set(marker="." if handle.get_label() == baseline else "x",
                        linestyle="-" if handle.get_label() == baseline else "")  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * len(figure.axes) + 1))
 
 
 def _ticker():
@@ -243,8 +264,17 @@ def _plain_ticks(axes, low: float, high: float, which: str = "x") -> None:
     axis.set_minor_locator(_ticker().NullLocator())
 
 
-def _token_ticks(axes, low: float, high: float) -> None:
-    steps = [m * 10.0**e for e in range(2, 16) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+def _log_values(axes, values: list[float]) -> None:
+    """Less than a decade on a log axis gets plain ticks; matplotlib's would overlap."""
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) / min(positive) < 10:
+        low, high = min(positive) / 1.05, max(positive) * 1.05
+        axes.set_ylim(low, high)
+        _plain_ticks(axes, low, high, which="y")
+
+
+def _log_ticks(axes, low: float, high: float) -> None:
+    steps = [m * 10.0**e for e in range(2, 30) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     axes.xaxis.set_major_locator(_ticker().FixedLocator(steps))
     axes.xaxis.set_major_formatter(lambda value, _: si(value))
     axes.xaxis.set_minor_locator(_ticker().NullLocator())

@@ -1,0 +1,196 @@
+"""Does the ladder's own statistics keep its word? Simulate whole ladders from the noise of recorded ones.
+
+Noise is resampled from the record's residuals with random signs, smoothed by a normal kernel that keeps their variance:
+a plain bootstrap of a handful of residuals would draw equal pairs, and with them impossible certainty. Every simulated
+ladder goes through the same :func:`analyse` as a real one: pairing, fit, multiplier, Holm, verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import optimize, stats
+
+from triscale.config import TriScaleError
+
+from .fits import PowerLaw
+from .pairs import pair_rung
+from .records import Budget, LadderRecord, RunSummary
+from .statistics import ALPHA, POWER, detectable_shift, power_of
+from .verdict import analyse, baseline_curve
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How often something happened in the simulated ladders, and how often it should. interval: Clopper-Pearson."""
+
+    name: str
+    count: int
+    trials: int
+    expected: float
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.trials if self.trials else float("nan")
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        ends = stats.binomtest(self.count, self.trials).proportion_ci(0.95) if self.trials else (0.0, 1.0)
+        return float(ends[0]), float(ends[1])
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """false_verdicts: ladders without any effect in which some arm got a verdict. found: ladders in which the planted
+    arm was called better; missed_sign: called worse. covered: multiplier intervals that hold the planted multiplier."""
+
+    effect: float
+    effect_nats: float
+    false_verdicts: Rate
+    found: Rate
+    missed_sign: Rate
+    covered: Rate
+
+
+class NoiseModel:
+    """Residuals of a record, on the log-loss scale, and a way to draw from them."""
+
+    def __init__(self, record: LadderRecord):
+        self.record = record
+        self.curves = {rung.name: self._curve(rung) for rung in record.rungs}
+        pairs, seeds, branches = [], [], []
+        for rung in record.rungs:
+            for arm in record.arms:
+                logs = [math.log(p.arm_loss / p.baseline_loss) for p in pair_rung(record, arm, rung).completed]
+                pairs += _centred(logs)
+            tables = [_branch_residuals(run, self.curves[rung.name])
+                      for run in record.of(record.baseline, rung.name) if not run.diverged]  # fmt: skip
+            seeds += _centred([float(np.mean(table)) for table in tables])
+            branches += [value for table in tables for value in _centred(list(table))]
+        if not pairs:
+            raise TriScaleError("the check needs an arm with two finished pairs at one rung to know the noise")
+        self.pairs, self.seeds, self.branches = map(np.array, (pairs, seeds, branches))
+
+    def _curve(self, rung) -> PowerLaw:
+        curve = baseline_curve(self.record, rung)
+        if curve is None:
+            raise TriScaleError(f"the check needs baseline runs at two token budgets; rung {rung.name} has fewer")
+        return curve
+
+    def draw(self, random: np.random.Generator, effect: float) -> LadderRecord:
+        """A ladder of the record's design in which the first arm is worth ``effect`` x tokens and the rest nothing."""
+        record, runs = self.record, []
+        for rung in record.rungs:
+            template = _template(record, rung.name)
+            curve = self.curves[rung.name]
+            for seed in record.seeds:
+                luck = math.exp(_smooth(random, self.seeds))
+                own = float(curve.loss(template.tokens)) * luck
+                ends = tuple(
+                    replace(end, loss=own if end.tokens == template.tokens
+                            else float(curve.loss(end.tokens)) * luck * math.exp(_smooth(random, self.branches)))
+                    for end in template.budgets
+                )  # fmt: skip
+                runs.append(replace(template, seed=seed, loss=own, budgets=ends))
+                for index, arm in enumerate(record.arms):
+                    worth = effect if index == 0 else 1.0
+                    loss = float(curve.loss(template.tokens * worth)) * luck * math.exp(_smooth(random, self.pairs))
+                    runs.append(replace(template, arm=arm, seed=seed, loss=loss, budgets=()))
+        return replace(record, runs=tuple(runs))
+
+    def nats(self, effect: float) -> float:
+        """Mean loss over rungs that an effect of ``effect`` x tokens saves."""
+        saved = [float(self.curves[r.name].loss(r.tokens) - self.curves[r.name].loss(r.tokens * effect))
+                 for r in self.record.rungs]  # fmt: skip
+        return float(np.mean(saved))
+
+    def shift(self, effect: float) -> float:
+        """The effect in standard errors of the design's pooled difference."""
+        rungs, seeds = self.record.rungs, len(self.record.seeds)
+        deviation = float(np.sqrt(np.mean(self.pairs**2)))
+        losses = np.array([float(self.curves[r.name].loss(r.tokens)) for r in rungs])
+        return self.nats(effect) / (deviation * math.sqrt(float((losses**2).sum()) / seeds) / len(rungs))
+
+    @property
+    def df(self) -> int:
+        return len(self.record.rungs) * (len(self.record.seeds) - 1)
+
+
+def check_statistics(
+    record: LadderRecord, *, effect: float | None = None, trials: int = 400, seed: int = 0, alpha: float = ALPHA,
+    power: float = POWER, progress: Callable[[int, int], None] | None = None,
+) -> CheckResult:  # fmt: skip
+    """Simulate ``trials`` ladders without an effect and as many with one planted.
+
+    effect: the planted token multiplier; by default the smallest one that this design should find with probability
+    ``power``. progress: called with (done, total). Raises :class:`TriScaleError` when the record cannot supply the
+    noise.
+    """
+    model = NoiseModel(record)
+    if model.df < 1:
+        raise TriScaleError("seeds: a ladder of one seed gives no verdicts to check. Use two seeds or more")
+    tests = len(record.arms)
+    if effect is None:
+        wanted = detectable_shift(model.df, alpha / tests, power)
+        if model.shift(1e6) < wanted:
+            raise TriScaleError("no multiplier is large enough for this design to find: the noise exceeds the curve")
+        effect = float(optimize.brentq(lambda m: model.shift(m) - wanted, 1.0, 1e6))
+    expected = power_of(model.shift(effect), model.df, alpha / tests)
+    random = np.random.default_rng(seed)
+    false = found = wrong = covered = intervals = 0
+    for trial in range(trials):
+        null = analyse(model.draw(random, 1.0), alpha, power)
+        false += any(arm.verdict != "no difference detected" for arm in null.arms)
+        planted = analyse(model.draw(random, effect), alpha, power).arms[0]
+        found += planted.verdict == "better"
+        wrong += planted.verdict == "worse"
+        estimate = planted.multipliers["tokens"]
+        if estimate is not None and estimate.interval is not None:
+            intervals += 1
+            covered += estimate.interval[0] <= math.log(effect) <= estimate.interval[1]
+        if progress is not None:
+            progress(trial + 1, trials)
+    return CheckResult(
+        effect,
+        model.nats(effect),
+        Rate("false verdicts without an effect", false, trials, alpha),
+        Rate("planted effect found", found, trials, expected),
+        Rate("planted effect called worse", wrong, trials, 0.0),
+        Rate("multiplier intervals that hold the truth", covered, intervals, 1 - alpha),
+    )
+
+
+def _template(record: LadderRecord, rung: str) -> RunSummary:
+    run = next(run for run in record.of(record.baseline, rung) if not run.diverged)
+    bare = replace(run, curve=(), grad_norm_curve=(), max_logit_curve=())
+    if any(end.tokens == run.tokens for end in run.budgets):
+        return bare
+    own = Budget(tokens=run.tokens, flops=run.flops, seconds=run.seconds, loss=run.loss)
+    return replace(bare, budgets=(*bare.budgets, own))
+
+
+def _branch_residuals(run: RunSummary, curve: PowerLaw) -> np.ndarray:
+    ends = [(end.tokens, end.loss) for end in run.budgets if end.loss is not None]
+    return np.array([math.log(loss / float(curve.loss(tokens))) for tokens, loss in ends])
+
+
+def _centred(values: list[float]) -> list[float]:
+    """Deviations from the mean, scaled so that their mean square is the unbiased variance."""
+    n = len(values)
+    if n < 2:
+        return []
+    mean = sum(values) / n
+    return [(value - mean) * math.sqrt(n / (n - 1)) for value in values]
+
+
+def _smooth(random: np.random.Generator, residuals: np.ndarray) -> float:
+    """One smoothed residual of random sign: variance kept, mean zero (Silverman's rule for the kernel's width)."""
+    if len(residuals) == 0:
+        return 0.0
+    width = (4 / (3 * len(residuals))) ** 0.2
+    spread = math.sqrt(float(residuals @ residuals) / len(residuals))
+    value = residuals[random.integers(len(residuals))] * (1 if random.random() < 0.5 else -1)
+    return float((value + width * spread * random.standard_normal()) / math.sqrt(1 + width**2))

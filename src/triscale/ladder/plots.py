@@ -112,8 +112,8 @@ def _scaling(result: LadderResult) -> Plot | None:
     axes.legend()
     caption = ("Every dot is a run (arms of equal FLOPs are drawn side by side); bars: mean over seeds and its 95 % "
                "t-interval, which contains the luck a seed brings to all arms alike. Lines: L(C) = a·C^-b (plus a "
-               "floor where the data show one); bands: their 95 % pointwise intervals, drawn where the fit has more than one "
-               "degree of freedom.")  # fmt: skip
+               "floor where the data show one); bands: their 95 % pointwise intervals, drawn where a fit has more than "
+               "one degree of freedom.")  # fmt: skip
     return _finish(figure, "scaling", "Scaling over rungs", caption)
 
 

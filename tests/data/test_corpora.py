@@ -111,7 +111,7 @@ def test_json_lines(tmp_path, ending):
 
 
 def test_a_last_line_without_line_end_counts(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "whole"}')
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "whole"}')  # and a byte order mark is no error
     assert [document.text for document in read(tmp_path)[0]] == ["whole"]
 
 
@@ -201,6 +201,10 @@ def test_order_and_overlap(tmp_path):
     # a file that several paths name is read once, where it is named first
     again = [document.text for document in read(tmp_path / "b" / "2.txt", tmp_path, tmp_path / "*" / "*.txt")[0]]
     assert again == ["b/2.txt", "B/3.txt", "a/1.txt", "b/10.txt"]
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a" / "1.txt")
+    same = (tmp_path / "a" / "1.txt", tmp_path / "b" / ".." / "a" / "1.txt", tmp_path / "link.txt")
+    assert [document.text for document in read(*same)[0]] == ["a/1.txt"]
+    (tmp_path / "link.txt").unlink()
     assert [d.text for d in read(tmp_path / "b", tmp_path / "a")[0]] == ["b/10.txt", "b/2.txt", "a/1.txt"]
     (tmp_path / "b" / ".hidden").write_text("x")
     documents, report = read(tmp_path / "**")

@@ -1,5 +1,6 @@
 """The loader's row sequence: the same however it is asked for, resumed, or spread over ranks."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -108,6 +109,28 @@ def test_an_epoch_reads_every_input_once_and_the_next_one_in_another_order(one):
         assert (used <= counts).all() and (counts - used).sum() == inputs - count * LENGTH
 
 
+def test_documents_are_packed_anew_each_epoch(one):
+    loader = Loader(one, LENGTH, 3)
+    first, second = ({tuple(row) for row in loader.next(loader.rows_per_epoch[0]).tokens.tolist()} for _ in range(2))
+    assert len(first & second) < len(first) // 2
+
+
+def test_rows_of_a_long_document_are_scattered_and_scattered_anew(tmp_path):
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))
+    corpus = FilesCorpus.Config(paths=(str(tmp_path / "text.txt"),))
+    prepared = prepare(DataConfig(corpus=corpus, vocabulary_size=300), tmp_path / "cache")
+    loader = Loader(prepared, LENGTH, 0)
+    in_place = Packing(prepared.train, np.arange(1), LENGTH)
+    place = {tuple(prepared.train.document(*in_place.pieces(row)[0][:2])[:LENGTH].tolist()): row
+             for row in range(in_place.full_rows)}  # fmt: skip
+    assert len(place) == loader.rows_per_epoch[0] > 100
+    epochs = [[place[tuple(row)] for row in loader.next(len(place)).tokens.tolist()] for _ in range(2)]
+    for order in epochs:
+        assert sorted(order) == list(range(len(place)))
+        assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < len(place) // 10
+    assert epochs[0] != epochs[1]
+
+
 def test_another_seed_gives_another_order(one):
     assert flat([Loader(one, LENGTH, 1).next(8)]) != flat([Loader(one, LENGTH, 2).next(8)])
 
@@ -150,8 +173,9 @@ def test_state_is_small_and_refuses_other_data_or_settings(one, mixed):
     assert state["sources"] == [{"epoch": 1, "position": 5}]
     for other, what in ((Loader(one, LENGTH, 4), "seed"), (Loader(one, LENGTH + 1, 3), "row_length"),
                         (Loader(mixed, LENGTH, 3), "data")):  # fmt: skip
-        with pytest.raises(TriScaleError, match=what):
+        with pytest.raises(TriScaleError, match=f"saved with {what} ="):
             other.load_state_dict(state)
+    assert json.loads(json.dumps(state)) == state
 
 
 def test_rows_longer_than_the_data_are_refused(one):

@@ -75,6 +75,7 @@ def test_a_document_stays_on_its_side_when_others_come_or_files_are_renamed(tmp_
     third = prepare(config_of(folder), tmp_path / "cache")
     assert third.report.corpus_hash == second.report.corpus_hash
     assert third.train.hash == second.train.hash
+    assert set(third.train.ids) == {i.replace("/text/", "/text/new-") for i in second.train.ids}
 
 
 def test_cache_is_reused_and_keyed_by_everything_that_matters(tmp_path, monkeypatch):
@@ -94,7 +95,14 @@ def test_cache_is_reused_and_keyed_by_everything_that_matters(tmp_path, monkeypa
     assert leftover == []
 
 
-@pytest.mark.parametrize("damage", ["marker", "short", "gone", "index", "tokenizer"])
+def test_the_cut_of_a_single_document_is_part_of_the_key(tmp_path):
+    (tmp_path / "a.txt").write_text("one line of text\n" * 300)
+    sizes = [prepare(config_of(tmp_path / "a.txt", heldout_fraction=fraction), tmp_path / "cache").heldout.bytes
+             for fraction in (0.1, 0.4)]  # fmt: skip
+    assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("damage", ["marker", "short", "long", "gone", "index", "tokenizer"])
 def test_a_damaged_cache_is_built_again(tmp_path, damage):
     folder = write_texts(tmp_path / "text", 30)
     first = prepare(config_of(folder), tmp_path / "cache")
@@ -102,16 +110,19 @@ def test_a_damaged_cache_is_built_again(tmp_path, damage):
     shards = place / "train.bin"
     if damage == "marker":
         (place / "COMPLETE").unlink()
-        shards.write_bytes(b"")
     elif damage == "short":
         os.truncate(shards, shards.stat().st_size - 1)
+    elif damage == "long":
+        os.truncate(shards, shards.stat().st_size + 2)
     elif damage == "gone":
         (place / "heldout.documents.npy").unlink()
     elif damage == "index":
         (place / "train.json").write_text("{")
     else:
         (place / "tokenizer.json").write_text("{}")
+    built = shards.stat().st_mtime_ns
     assert contents(prepare(config_of(folder), tmp_path / "cache")) == expected
+    assert shards.stat().st_mtime_ns > built and (place / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("where", ["reading", "training the tokenizer", "encoding"])
@@ -288,6 +299,7 @@ def test_mixture_removes_duplicates_across_sources_and_splits_each(tmp_path):
     assert [report.source for report in prepared.report.sources] == ["a", "b"]
     assert prepared.report.sources[1].skipped["duplicate"].count == 1
     assert prepared.report.sources[1].documents == 12
+    assert "training rows: 50.0% a, 50.0% b" in prepared.report.lines()
     for store in (prepared.train, prepared.heldout):
         for number, name in enumerate("ab"):
             documents = store.of_source(number)

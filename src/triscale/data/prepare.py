@@ -69,11 +69,12 @@ class Source:
 
 @dataclass
 class DataReport:
-    """What stands beside every number measured on this data."""
+    """What stands beside every number measured on this data. weights: share of the training rows by source."""
 
     corpus_hash: str
     python: str
     sources: list[CorpusReport]
+    weights: dict[str, float]
     notes: list[str] = field(default_factory=list)
     tokenizer_hash: str = ""
     vocabulary_size: int = 0
@@ -85,6 +86,9 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report for a reader."""
         result = [line for source in self.sources for line in source.lines()] + self.notes
+        if len(self.weights) > 1:
+            shares = ", ".join(f"{weight:.1%} {name}" for name, weight in self.weights.items())
+            result.append(f"training rows: {shares}")
         for split, size in self.splits.items():
             result.append(
                 f"{split}: {size['documents']:,} documents, {size['tokens']:,} tokens, {size['bytes']:,} bytes"
@@ -106,7 +110,7 @@ class PreparedData:
     folder: Path
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     """A document as listed by the first pass."""
 
@@ -165,7 +169,8 @@ def _survey(config: DataConfig, parts: list, tell: Progress) -> tuple[list[_Entr
             done += len(data)
             tell("reading", done, 0)
     kept = [entry.digest for entry in entries if entry.split != DROPPED]
-    summary = DataReport(corpus_hash(kept), platform.python_version(), reports)
+    weights = {name: weight for name, weight, _ in parts}
+    summary = DataReport(corpus_hash(kept), platform.python_version(), reports, weights)
     for number, (name, _, _) in enumerate(parts):
         _settle(name, [e for e in entries if e.source == number and e.split != DROPPED], summary)
     return entries, summary

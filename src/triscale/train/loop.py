@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,5 +317,4 @@ class Trainer:
             "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
             "spikes": self.spikes,
             "corpus": self.corpus,
-            "runtime": asdict(self.runtime),
         }

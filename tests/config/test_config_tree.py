@@ -105,7 +105,9 @@ def test_changing_the_kind_drops_the_old_kinds_fields():
     assert from_dict(Tree, merged).shape == Circle.Config()
     merged = overlay({"shape": {"kind": "square", "side": 3.0}}, parse_overrides(["--shape.side=4"]))
     assert from_dict(Tree, merged).shape.side == 4.0
-    assert overlay({"shape": "circle"}, parse_overrides(["--shape.radius=4"])) == {"shape": {"kind": "circle", "radius": 4}}
+    assert overlay({"shape": "circle"}, parse_overrides(["--shape.radius=4"])) == {
+        "shape": {"kind": "circle", "radius": 4}
+    }
 
 
 def test_imports_in_files_need_trust():

@@ -34,7 +34,10 @@ def test_resume_voids_later_steps(tmp_path):
             step(writer, number)
         writer.write("run.resume", step=1)
         step(writer, 2, loss=9.0)
-    assert [(e.data["step"], e.data.get("loss")) for e in current_events(path) if e.kind == "step"] == [(1, 1.0), (2, 9.0)]
+    assert [(e.data["step"], e.data.get("loss")) for e in current_events(path) if e.kind == "step"] == [
+        (1, 1.0),
+        (2, 9.0),
+    ]
 
 
 def test_unknown_kinds_and_missing_fields_are_refused(tmp_path):

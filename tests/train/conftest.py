@@ -9,7 +9,22 @@ import pytest
 from triscale.config import from_dict, overlay
 from triscale.train.config import RunConfig, Runtime
 
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi".split()
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ MIXERS = Parts(
         "grouped_query_attention": "triscale.nn.grouped_query_attention:GroupedQueryAttention",
         "latent_attention": "triscale.nn.latent_attention:LatentAttention",
         "delta_attention": "triscale.nn.delta_attention:KimiDeltaAttention",
+        "lstm": "triscale.nn.lstm:LSTM",
         "hybrid": "triscale.nn.hybrid:Hybrid",
     },
 )

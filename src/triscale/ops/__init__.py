@@ -6,6 +6,9 @@ from typing import Any
 # public name -> module of this package that defines it; imported on first use
 _EXPORTS = {
     "max_logits": "logit_maxima",
+    "causal_short_convolution": "short_convolution",
+    "gated_delta_rule": "delta_rule.dispatch",
+    "gated_delta_rule_step": "delta_rule.step",
     "mix_over_depth": "depth_attention",
     "orthogonalize": "newton_schulz",
 }

@@ -16,6 +16,8 @@ FEED_FORWARDS = Parts(
     "feed-forward",
     {
         "swiglu": "triscale.nn.feed_forward:SwiGLU",
+        "situ_glu": "triscale.nn.situ:SituGLU",
+        "mixture_of_experts": "triscale.nn.mixture_of_experts:MixtureOfExperts",
     },
 )
 RESIDUALS = Parts(
@@ -24,5 +26,14 @@ RESIDUALS = Parts(
         "standard": "triscale.nn.residual:StandardResidual",
         "attention": "triscale.nn.residual:AttentionResidual",
         "block_attention": "triscale.nn.residual:BlockAttentionResidual",
+    },
+)
+
+BALANCES = Parts(
+    "expert balancing rule",
+    {
+        "none": "triscale.nn.balancing:NoBalance",
+        "sign": "triscale.nn.balancing:SignBalance",
+        "quantile": "triscale.nn.balancing:QuantileBalance",
     },
 )

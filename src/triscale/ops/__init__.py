@@ -11,6 +11,8 @@ _EXPORTS = {
     "gated_delta_rule_step": "delta_rule.step",
     "mix_over_depth": "depth_attention",
     "orthogonalize": "newton_schulz",
+    "quantile_bias": "routing",
+    "route": "routing",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -52,7 +52,7 @@ class RoutedExperts(nn.Module):
         gate_up, down = self.gate_up_proj, self.down_proj
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if isinstance(gate_up, DTensor):
+        if isinstance(gate_up, DTensor) and isinstance(down, DTensor):
             return exchange_and_compute(x, indices, weights, gate_up, down, self.activation)
         return grouped_experts(x, indices, weights, gate_up, down, self.activation)
 

@@ -20,6 +20,7 @@ bias: adding a constant to all biases changes no choice.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ def balanced_scaling(experts: int, top_k: int, samples: int = 20_000) -> float:
     return total / samples
 
 
-def sequence_balance_loss(scores: Tensor, indices: Tensor, lengths: Tensor | list[int]) -> Tensor:
+def sequence_balance_loss(scores: Tensor, indices: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
     """Sequence-wise balance loss (arXiv 2412.19437, equations 17-20), summed over tokens; 1 per token at balance.
 
     Every sequence of ``lengths`` contributes ``length * sum_e f_e P_e``: f_e = E / (k length) * its tokens on expert e,

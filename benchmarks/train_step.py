@@ -7,8 +7,8 @@ needs the extra `hf`.
 from __future__ import annotations
 
 import torch
-from _measure import arguments, interleave, matmul_peak, report
 
+from _measure import arguments, interleave, matmul_peak, report
 from triscale.config import from_dict, require
 from triscale.models import count_parameters
 from triscale.models.decoder import Decoder

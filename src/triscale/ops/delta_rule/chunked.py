@@ -63,7 +63,9 @@ class ChunkedDeltaRule(torch.autograd.Function):
         plan, scale, dtype = ctx.work_arguments
         work = _Work(plan, (q, k, v, g, beta), scale, dtype)
         do = torch.zeros_like(v) if do is None else do
-        grads, dinitial = work.backward(do, None if dfinal is None else work.slots(dfinal.to(dtype)), states)
+        dfinal = None if dfinal is None else work.slots(dfinal.to(dtype))
+        with torch.autocast(do.device.type, enabled=False):
+            grads, dinitial = work.backward(do, dfinal, states)
         grads = [d.view(x.shape) for d, x in zip(grads, (q, k, v, g, beta), strict=True)]
         if ctx.initial_dtype is None:
             dstate = None

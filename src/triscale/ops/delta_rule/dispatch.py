@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from triscale.config import TriScaleError
@@ -48,8 +49,9 @@ def gated_delta_rule(
     if chunk_size not in CHUNK_SIZES:
         raise TriScaleError(f"gated_delta_rule: chunk_size is {chunk_size}. Use one of {CHUNK_SIZES}")
     inputs = normalise(q, k, v, g, beta, scale, initial_state, cu_seqlens)
-    if path == "reference":
-        return recurrent_from_inputs(inputs, output_final_state)
-    if path in ("auto", "chunked"):
-        return chunked_from_inputs(inputs, chunk_size, output_final_state)
+    with torch.autocast(q.device.type, enabled=False):  # the inputs' dtypes decide, not the surroundings
+        if path == "reference":
+            return recurrent_from_inputs(inputs, output_final_state)
+        if path in ("auto", "chunked"):
+            return chunked_from_inputs(inputs, chunk_size, output_final_state)
     raise TriScaleError(f"gated_delta_rule: path is {path!r}. Use auto, reference, chunked or fla")

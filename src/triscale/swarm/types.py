@@ -187,6 +187,7 @@ ErrorKind = Literal[
     "quota",  # no money or quota left: trying again is pointless
     "auth",  # the key is missing or wrong
     "transient",  # server error, refused connection, cut stream: try again
+    "timeout",  # no reply within Limits.model_seconds
     "bad_request",  # the server refuses this request
     "bad_reply",  # the reply is not what the protocol says
     "context",  # the request is longer than the model's window

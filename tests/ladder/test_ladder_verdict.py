@@ -134,7 +134,7 @@ def test_a_diverged_baseline_is_charged_too_and_leaves_the_curve(make_record):
 
 
 def test_a_divergence_without_a_known_start_is_refused_aloud(make_record):
-    record = edit(make_record({"arm": 1.0}, rungs=("s",)), {"curve": ()})
+    record = edit(make_record({"arm": 1.0}, rungs=("s",)), lambda run: replace(run, curve=run.curve[-1:]))
     record = edit(record, {"loss": None, "diverged": True}, arm="arm", seed=1)
     pairs = pair_rung(record, "arm", record.rungs[0])
     assert len(pairs.pairs) == 2 and "diverged" in pairs.refused[0]

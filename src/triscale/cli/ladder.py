@@ -61,21 +61,43 @@ def list_ladders() -> None:
 @click.option("--effect", type=click.FloatRange(0, min_open=True), help="Loss difference you want to be able to see.")
 @click.option("--pair-sd", type=click.FloatRange(0, min_open=True), default=0.01, show_default=True,
               help="Standard deviation of the paired loss difference between seeds.")  # fmt: skip
+@click.option("--record", type=click.Path(path_type=Path, exists=True),
+              help="Take the standard deviation from this finished ladder instead (its 95 % upper limit).")  # fmt: skip
 @overrides_argument
-def plan(name: str, trust_imports: bool, as_json: bool, effect: float | None, pair_sd: float, overrides) -> None:
+def plan(
+    name: str, trust_imports: bool, as_json: bool, effect: float | None, pair_sd: float, record: Path | None, overrides
+) -> None:
     """Time one micro-batch of every arm and print the table of costs; nothing is trained."""
     from triscale.ladder.plan import plan_ladder
 
-    planned = plan_ladder(_load(name, overrides, trust_imports))
+    runner = _load(name, overrides, trust_imports)
+    planned = plan_ladder(runner)
     result: dict[str, Any] = planned.to_dict()
     lines = planned.lines()
     if effect is not None:
         from triscale.ladder.plan_power import seeds_needed
 
-        needed = seeds_needed(effect, pair_sd)
-        result["seeds_needed"] = needed
-        lines.append(f"a loss difference of {effect:g} with a pair SD of {pair_sd:g} needs {needed} seed pairs")
+        if record is not None:
+            pair_sd = _observed_sd(record)
+        config = runner.ladder
+        needed = seeds_needed(effect, pair_sd, rungs=len(config.rungs), arms=len(config.arms) - 1)
+        result |= {"effect": effect, "pair_sd": pair_sd, "seeds_needed": needed.seeds, "power": needed.reached}
+        lines.append(
+            f"a loss difference of {effect:g} nats per token with a pair SD of {pair_sd:.4g} needs "
+            f"{needed.seeds or 'more than 1,000'} seeds on {len(config.rungs)} rung(s) (power {needed.reached:.2f})"
+        )
     click.echo(json.dumps(result) if as_json else "\n".join(lines))
+
+
+def _observed_sd(path: Path) -> float:
+    from triscale.config import ConfigError
+    from triscale.ladder.plan_power import observed_pair_sd
+    from triscale.ladder.records import load_record
+
+    observed = observed_pair_sd(load_record(path))
+    if observed is None:
+        raise ConfigError("--record", f"{path} has no arm with two finished pairs at one rung")
+    return observed.upper
 
 
 @click.command(context_settings=OVERRIDES)
@@ -166,13 +188,13 @@ def _report(record, folder: Path, as_json: bool, output: Path | None = None) -> 
 @overrides_argument
 def check(runs: Path | None, as_json: bool, record: Path | None, simulate_only: bool, overrides) -> None:
     """Check the ladder itself: A-versus-A, a planted effect, and two small real comparisons."""
-    from triscale.ladder.check import simulate
+    from triscale.ladder.check import check_statistics
     from triscale.ladder.records import load_record
     from triscale.ladder.report import report_json
 
     result: dict[str, Any] = {}
     if record is not None:
-        result["simulation"] = simulate(load_record(record))
+        result["simulation"] = check_statistics(load_record(record)).to_dict()
     if not simulate_only:
         from triscale.train.progress import Progress
 

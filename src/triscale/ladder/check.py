@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -53,6 +54,23 @@ class CheckResult:
     found: Rate
     missed_sign: Rate
     covered: Rate
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {name: getattr(self, name) for name in ("false_verdicts", "found", "missed_sign", "covered")}
+        return {"effect": self.effect, "effect_nats": self.effect_nats} | {
+            name: {"rate": rate.rate if rate.trials else None, "ci": list(rate.interval), "trials": rate.trials,
+                   "expected": rate.expected}
+            for name, rate in rates.items()
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """One line a rate, for people."""
+        head = f"planted effect: x{self.effect:.3f} tokens ({self.effect_nats:.4f} nats per token)"
+        return [head] + [
+            f"{rate.name}: {rate.rate:.1%} [{rate.interval[0]:.1%}, {rate.interval[1]:.1%}] of {rate.trials}, "
+            f"expected {rate.expected:.1%}"
+            for rate in (self.false_verdicts, self.found, self.missed_sign, self.covered)
+        ]
 
 
 class NoiseModel:

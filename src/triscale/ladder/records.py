@@ -92,7 +92,7 @@ class RunSummary:
             object.__setattr__(self, name, _finite(getattr(self, name)))
         if self.loss is None and not self.diverged:
             raise ValueError(f"{self.label}: the loss is missing or not finite, so the run must be marked diverged")
-        if self.tokens <= 0 or self.parameters <= 0 or self.flops <= 0 or self.seconds <= 0:
+        if min(self.tokens, self.parameters, self.flops) <= 0 or (self.seconds <= 0 and not self.diverged):
             raise ValueError(f"{self.label}: tokens, parameters, flops and seconds must be positive")
         if not self.budgets:
             own = Budget(tokens=self.tokens, flops=self.flops, seconds=self.seconds, loss=self.loss)
@@ -113,8 +113,8 @@ class RunSummary:
         return next((b for b in self.budgets if same_budget(b.tokens, tokens)), None)
 
     def untrained_loss(self) -> float | None:
-        """The largest held-out loss on record: what a diverged run is charged with."""
-        return max((loss for _, loss in self.curve), default=None)
+        """The held-out loss before training (the first hundredth at most): what a diverged run is charged with."""
+        return max((loss for tokens, loss in self.curve if tokens <= 0.01 * self.tokens), default=None)
 
     def save(self, path: str | Path) -> None:
         _write_json(Path(path), {"version": VERSION, **to_dict(self)})

@@ -15,6 +15,7 @@ from .interrupt import Interrupted
 from .loop import Trainer
 from .progress import Progress
 from .run_directory import RunDirectory
+from .trackers import tracking
 
 
 def start_run(
@@ -29,7 +30,7 @@ def start_run(
     if extend:
         _extend(RunDirectory(path), settings.config)
     weights = find_weights(init_from) if init_from else None
-    with Progress(f"{path.name}:") as progress:
+    with tracking(path, track or settings.runtime.track), Progress(f"{path.name}:") as progress:
         progress.status("preparing data and model")
         trainer = Trainer(settings.config, settings.runtime, path, listeners=(progress,), init_from=weights)
         try:
@@ -37,10 +38,6 @@ def start_run(
         except Interrupted:
             print(f"stopped; the same command resumes {path}", file=sys.stderr)
             raise SystemExit(130) from None
-    for name in track or settings.runtime.track:
-        from .trackers import follow, make_tracker
-
-        follow(path, make_tracker(name, path))
     return result
 
 

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triscale.config import ConfigError, TriScaleError
+from triscale.config import ConfigError, TriScaleError, from_dict
 from triscale.data import prepare as module
 from triscale.data.corpora import FilesCorpus, Ingredient, MixtureCorpus
 from triscale.data.heldout import text_rows
@@ -306,6 +307,36 @@ def test_mixture_removes_duplicates_across_sources_and_splits_each(tmp_path):
             assert len(documents) and all(f"/{name}/" in store.ids[i] for i in documents)
     with pytest.raises(ConfigError, match="also in an earlier source"):
         prepare(mixture_of(a, a), tmp_path / "cache")
+
+
+class OwnCorpus:
+    """A user's corpus, found by its import path."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        count: int = 20
+
+        def build(self):
+            return OwnCorpus(self)
+
+    name = "own"
+
+    def __init__(self, config):
+        self.count = config.count
+
+    def documents(self, report):
+        report.skip("unreadable", "gone")
+        for i in range(self.count):
+            yield report.found(f"made/{i}", f"made text number {i}")
+
+
+def test_a_corpus_of_ones_own(tmp_path):
+    corpus = {"kind": f"{__name__}:OwnCorpus", "count": 30}
+    config = from_dict(DataConfig, {"corpus": corpus, "vocabulary_size": 300}, "data")
+    prepared = prepare(config, tmp_path / "cache")
+    assert len(contents(prepared)) == prepared.report.sources[0].documents == 30
+    assert prepared.report.warnings()[0] == "own: left out, unreadable: 1 (0 bytes), gone"
+    assert prepared.sources[0].name == prepared.report.sources[0].source == "own"
 
 
 def test_wide_vocabularies_take_four_bytes(tmp_path):

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import ConfigError, Parts, TriScaleError, part
 from .formats import CorpusReport, Document, read_file
@@ -28,6 +28,18 @@ CORPORA = Parts(
         "mixture": "triscale.data.corpora:MixtureCorpus",
     },
 )
+
+
+class Corpus(Protocol):
+    """What a corpus of one's own must be (``kind = "package.module:Class"``, beside its nested ``Config``).
+
+    ``documents`` yields ``report.found(id, text)`` for every text, in the same order each time, and calls
+    ``report.skip(reason, name, size)`` for what it leaves out; it is run up to three times.
+    """
+
+    name: str
+
+    def documents(self, report: CorpusReport) -> Iterator[Document]: ...
 
 
 def corpus_hash(document_hashes: Iterable[bytes]) -> str:
@@ -229,12 +241,12 @@ class MixtureCorpus:
         self.config = config
 
 
-def ingredients(corpus: Any) -> list[tuple[str, float, Any]]:
+def ingredients(corpus: Corpus | MixtureCorpus) -> list[tuple[str, float, Corpus]]:
     """(name, weight, corpus) of each source, names made unique; a plain corpus is a mixture of one."""
     if not isinstance(corpus, MixtureCorpus):
         return [(corpus.name, 1.0, corpus)]
     total = sum(source.weight for source in corpus.config.sources)
-    result: list[tuple[str, float, Any]] = []
+    result: list[tuple[str, float, Corpus]] = []
     for place, source in enumerate(corpus.config.sources):
         built = source.corpus.build()
         name = source.name or built.name

@@ -62,16 +62,20 @@ class CorpusReport:
         self.bytes += len(text.encode())
         return Document(id, text, self.source)
 
+    def warnings(self) -> list[str]:
+        """One line for each reason that speaks of damage; empty, hidden and duplicate input is no surprise."""
+        harmless = {"empty", "hidden", "duplicate"}
+        return [f"{self.source}: {self._line(reason)}" for reason in sorted(self.skipped.keys() - harmless)]
+
     def lines(self) -> list[str]:
         """The report for a reader: one line of totals and one per reason."""
         result = [f"{self.source}: {self.documents:,} documents, {self.bytes:,} bytes from {self.files:,} files"]
-        for reason, entry in sorted(self.skipped.items()):
-            more = f" and {entry.count - 3} more" if entry.count > 3 else ""
-            names = ", ".join(entry.names[:3])
-            result.append(
-                f"  left out, {reason.replace('_', ' ')}: {entry.count} ({entry.bytes:,} bytes), {names}{more}"
-            )
-        return result
+        return result + [f"  {self._line(reason)}" for reason in sorted(self.skipped)]
+
+    def _line(self, reason: str) -> str:
+        entry = self.skipped[reason]
+        names = ", ".join(entry.names[:3]) + (f" and {entry.count - 3} more" if entry.count > 3 else "")
+        return f"left out, {reason.replace('_', ' ')}: {entry.count} ({entry.bytes:,} bytes), {names}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -83,6 +83,10 @@ class DataReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def warnings(self) -> list[str]:
+        """What a user should know before trusting the run: damaged input, and splits made from too few documents."""
+        return [line for source in self.sources for line in source.warnings()] + self.notes
+
     def lines(self) -> list[str]:
         """The report for a reader."""
         result = [line for source in self.sources for line in source.lines()] + self.notes

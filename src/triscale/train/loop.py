@@ -139,7 +139,10 @@ class Trainer:
             torch.manual_seed(self.config.seed)
             counts = count_parameters(self.model)
             self.events.write("run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device))
-            self.events.write("config", config=self.directory.read_config(), corpus=self.corpus)
+            report = self.data.report
+            self.events.write("config", config=self.directory.read_config(), corpus=self.corpus, data=report.to_dict())
+            for line in report.warnings():
+                self.events.write("warning", message=line)
             return
         step, path = found[-1]
         tensors, state = load_checkpoint(path)

@@ -6,6 +6,7 @@ recorded, and the result names the seed and budget it was found with.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def tune(
     tokens = round(rung.tokens * ladder.tune_fraction)
     record: dict[str, Any] = {"ladder": ladder.name, "rung": rung.name, "seed": seed, "tokens": tokens, "arms": {}}
     record["environment"] = environment()
+    earlier = folder / "tuning.json"
+    if arms and earlier.exists():  # a sweep of some arms keeps what is known of the others
+        record["arms"] = json.loads(earlier.read_text())["arms"]
     chosen = [a for a in ladder.arms if not arms or a.name in arms]
     for number, arm in enumerate(chosen):
         losses: dict[float, float] = {}

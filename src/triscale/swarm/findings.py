@@ -84,7 +84,7 @@ def _serial(ledger: Ledger, metrics: Metrics) -> list[Finding]:
 
 def _dependent(tasks: list[dict[str, Any]]) -> int:
     """Assignments whose prompt holds a word that first appeared in an earlier result."""
-    count, said, brought = 0, set(), set()
+    count, said, brought = 0, set[str](), set[str]()
     for task in tasks:
         words = set(re.findall(r"\w{4,}", task["prompt"] or ""))
         count += bool(words & brought - said)
@@ -111,7 +111,8 @@ def _in_name_only(ledger: Ledger, metrics: Metrics) -> list[Finding]:
 def _spurious(ledger: Ledger, metrics: Metrics, contributions: Contributions | None) -> list[Finding]:
     """Spurious parallelism: agents that only cost."""
     found = []
-    prompts = Counter(" ".join((t["prompt"] or "").split()).casefold() for t in ledger.tasks())
+    done = [t for t in ledger.tasks() if t["outcome"] == "completed"]  # to try a failed one again is no repetition
+    prompts = Counter(" ".join((t["prompt"] or "").split()).casefold() for t in done)
     repeats = sum(n - 1 for n in prompts.values())
     if repeats:
         found.append(Finding("repeated_assignments", "problem", f"{_n(repeats, 'assignment')} repeat another one's "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -59,13 +60,10 @@ class Report:
         }  # fmt: skip
 
     def html(self) -> str:
-        jinja = require("jinja2", "swarm", "the HTML report")
-        source = files("triscale.swarm").joinpath("report.html").read_text(encoding="utf-8")
-        template = jinja.Environment(autoescape=True, trim_blocks=True).from_string(source)
         mark = require("markupsafe", "swarm", "the HTML report").Markup
         run, started = self.ledger.run, self.ledger.run["started"]
         notes = self.ledger.rows("SELECT * FROM note ORDER BY time LIMIT ?", (MOST_NOTES,))
-        return template.render(
+        return _template().render(
             run=run, m=self.metrics, tiles=self._tiles(), findings=self.findings, dur=duration,
             timeline=mark(timeline_svg(self.ledger)), tree=mark(_tree_html(self.ledger, self.contributions)),
             costs=self._costs(), cost_name="cost" if self.metrics.cost else "cost (no prices given)",
@@ -134,6 +132,13 @@ class Report:
             part, of = (row["cost"], whole["cost"]) if whole["cost"] else (row["tokens_in"], whole["tokens_in"])
             row["share"] = part / of if of else 0.0
         return rows
+
+
+@functools.cache
+def _template() -> Any:
+    jinja = require("jinja2", "swarm", "the HTML report")
+    source = files("triscale.swarm").joinpath("report.html").read_text(encoding="utf-8")
+    return jinja.Environment(autoescape=True, trim_blocks=True).from_string(source)
 
 
 def _tree_html(ledger: Ledger, contributions: Contributions | None) -> str:

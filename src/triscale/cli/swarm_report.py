@@ -1,0 +1,184 @@
+"""``triscale swarm report`` and ``triscale swarm compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from triscale.swarm.contribution import Contributions
+    from triscale.swarm.ledger import Ledger
+    from triscale.swarm.twin import Comparison
+    from triscale.swarm.types import ModelClient
+    from triscale.swarm.worlds import LookupWorld
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for report.html and report.json (default RUN/report)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
+@click.option("--replay", metavar="MODEL", help="Measure each sub-agent's contribution by leave-one-out replays of the "
+              "final step with this model. Needs a run of a world, whose answer can be scored.")  # fmt: skip
+@click.option("--base-url", help="OpenAI-compatible endpoint of the --replay model (key from OPENAI_API_KEY).")
+@click.option(
+    "--otel", is_flag=True, help="Also send the run as one OpenTelemetry trace (OTEL_EXPORTER_OTLP_ENDPOINT)."
+)
+@click.option("--otel-content", is_flag=True, help="With --otel: include prompts, answers and tool texts.")
+def report(
+    run: Path, out: Path | None, as_json: bool, replay: str | None, base_url: str | None, otel: bool, otel_content: bool
+) -> None:
+    """Report on RUN: who was spawned, what it cost, how long it had to take, and which sub-agent was worth it.
+
+    Writes one self-contained HTML page, the same as JSON, and the ledger as SQLite (RUN/ledger.sqlite).
+    """
+    from triscale.swarm.ledger import Ledger
+    from triscale.swarm.report import Report
+
+    folder = run if run.is_dir() else run.parent
+    ledger = Ledger.of_run(run, file=folder / "ledger.sqlite")
+    world = _world_of(ledger)
+    text = ledger.run["text"]
+    score = world.score(text) if world is not None and text else None
+    page = Report(ledger, score=score, contributions=_contributions(ledger, world, replay, base_url))
+    paths = page.write(out or folder / "report")
+    trace = None
+    if otel or otel_content:
+        from triscale.swarm.telemetry import export_trace
+
+        trace = export_trace(ledger, content=otel_content)
+    if as_json:
+        click.echo(json.dumps(page.to_dict(), ensure_ascii=False))
+        return
+    for name, value in page.summary():
+        click.echo(f"{name:<18}{value}")
+    for finding in page.findings:
+        click.echo(f"\n{finding.level}: {finding.text} [{finding.kind}]", nl=False)
+    click.echo(f"\n\n{paths['html']}\n{paths['json']}\n{folder / 'ledger.sqlite'}")
+    if trace is not None:
+        click.echo(f"trace {trace}")
+
+
+def _world_of(ledger: Ledger) -> LookupWorld | None:
+    """The world a run was made in, if it names one that can be made again."""
+    from triscale.config import ConfigError
+    from triscale.swarm.worlds import make_world
+
+    spec = ledger.run["world"]
+    if not spec:
+        return None
+    try:
+        world = make_world(spec)
+    except ConfigError:
+        return None
+    return world if world.question == ledger.run["task"] else None
+
+
+def _contributions(
+    ledger: Ledger, world: LookupWorld | None, model: str | None, base_url: str | None
+) -> Contributions | None:
+    """Leave-one-out where the answer can be scored: replays are free for a scripted model, and asked for otherwise."""
+    from triscale.config import ConfigError
+    from triscale.swarm import clock
+    from triscale.swarm.contribution import leave_one_out
+
+    if world is None or not ledger.tasks():
+        if model:
+            raise ConfigError("replay", "this run's answer cannot be scored, so replays measure nothing",
+                              "Leave --replay out: the report then estimates contributions by overlap")  # fmt: skip
+        return None
+    client: ModelClient
+    if model:
+        from triscale.swarm.client_http import HttpClient
+
+        if not base_url:
+            raise ConfigError("base_url", "missing", "Give the endpoint of the --replay model")
+        client, virtual = HttpClient.Config(model=model, base_url=base_url).build(), False
+    elif str(ledger.run["orchestrator"]).startswith("scripted"):
+        client, virtual = world.scripted("orchestrator"), True
+    else:
+        return None
+
+    async def replay() -> Contributions:
+        try:
+            return await leave_one_out(ledger, client, world.score)
+        finally:
+            await client.close()
+
+    return clock.run(replay(), virtual=virtual)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--world", help="Run both in a look-up world with scripted agents, for example wide:entities=50.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the two runs of --world.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def compare(runs: tuple[Path, ...], world: str | None, out: Path | None, as_json: bool) -> None:
+    """Put a swarm beside its single-agent twin: same task, tools and limits.
+
+    Give two finished RUNS of one task (one made with --single), or --world to make both now.
+    """
+    from triscale.config import ConfigError
+    from triscale.swarm.twin import compare_runs
+
+    if world is not None and not runs:
+        comparison = _compare_world(world, out)
+    elif len(runs) == 2 and world is None:
+        from triscale.swarm.ledger import Ledger
+
+        for run in runs:
+            if not run.exists():
+                raise ConfigError("run", f"{str(run)!r} does not exist")
+        made_in = _world_of(Ledger.of_run(runs[0]))
+        comparison = compare_runs(runs[0], runs[1], made_in.score if made_in else None)
+    else:
+        raise ConfigError("runs", f"{len(runs)} given", "Give two run folders, or --world SPEC and no folder")
+    result = comparison.to_dict()
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+        return
+    click.echo(f"{'':<20}{'swarm':>14}{'single agent':>14}{'swarm/single':>14}")
+    for name, values in result["numbers"].items():
+        click.echo(
+            f"{name:<20}{_number(values['swarm']):>14}{_number(values['single']):>14}{_number(values['ratio']):>14}"
+        )
+    click.echo("")
+    for sentence in [*result["verdict"], result["remark"]]:
+        click.echo(sentence)
+
+
+def _compare_world(spec: str, out: Path | None) -> Comparison:
+    import tempfile
+
+    from triscale.swarm import clock
+    from triscale.swarm.limits import Limits
+    from triscale.swarm.orchestrator import Swarm
+    from triscale.swarm.twin import run_twins
+    from triscale.swarm.worlds import make_world, world_spec
+
+    world = make_world(spec)
+    swarm = Swarm(
+        client=world.scripted("orchestrator"), subagent_client=world.scripted("subagent"), tools=world.tools,
+        limits=Limits(), world=world_spec(world),
+    )  # fmt: skip
+
+    def both(folder: Path) -> Comparison:
+        work = run_twins(
+            swarm, world.question, single_client=world.scripted("single"), directory=folder, score=world.score
+        )
+        return clock.run(work, virtual=True)
+
+    if out is not None:
+        return both(out)
+    with tempfile.TemporaryDirectory(prefix="triscale-compare-") as folder:
+        return both(Path(folder))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.4g}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from triscale.swarm.limits import Limits
-from triscale.swarm.orchestrator import Swarm
-
 from triscale.events import Event
 from triscale.swarm import clock
 from triscale.swarm.ledger import Ledger
+from triscale.swarm.limits import Limits
+from triscale.swarm.orchestrator import Swarm
 from triscale.swarm.worlds import make_world
 
 

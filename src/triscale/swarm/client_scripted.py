@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from triscale.config import TriScaleError
@@ -105,6 +106,14 @@ class ScriptedClient(PolicyClient):
 
 class EchoClient(PolicyClient):
     """Answers with the last user message."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        latency: float = 0.0
+        context_window: int | None = None
+
+        def build(self) -> EchoClient:
+            return EchoClient(latency=self.latency, context_window=self.context_window)
 
     def __init__(self, **options: Any):
         super().__init__(_echo, **{"name": "echo", "endpoint": "echo", **options})

@@ -269,7 +269,9 @@ class World(Protocol):
 
     name: str
     question: str
-    tools: Sequence[Tool]
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
 
     def scripted(self, role: Literal["orchestrator", "subagent", "single"]) -> ModelClient: ...
 

@@ -214,7 +214,7 @@ class Trainer:
         started = time.perf_counter()
         train = self.config.train
         self.loader_state = self.loader.state_dict()
-        lr = self.config.optimizer.lr * self.schedule(self.step)
+        lr = self.config.optimizer.lr * self.schedule(self.step + 0.5)  # a step has the rate of its middle
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         rows = self.loader.next(train.rows)

@@ -28,7 +28,7 @@ def from_dict(cls: type[T], values: dict[str, Any], path: str = "config") -> T:
     for key in values:
         if key not in fields:
             raise _unknown_key(path, key, fields)
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     built = {}
     for name, field in fields.items():
         here = f"{path}.{name}"

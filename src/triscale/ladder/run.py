@@ -46,6 +46,7 @@ class LadderRunner:
         self.ladder, self.folder, self.runtime = ladder, Path(folder), runtime
         self._matched: dict[tuple[str, str], Matched] = {}
         self._data: dict[str, PreparedData] = {}
+        self.preparing: Callable[[str, int, int], None] | None = None  # told how data preparation goes
 
     def cells(self) -> list[Cell]:
         """In the order they run: small rungs first, seed by seed, so that every early stop leaves whole pairs."""
@@ -77,7 +78,7 @@ class LadderRunner:
         config = self.ladder.run_config(rung, arm, 0).data
         key = json.dumps(to_dict(config), sort_keys=True)
         if key not in self._data:
-            self._data[key] = prepare(config, self.runtime.cache_dir)
+            self._data[key] = prepare(config, self.runtime.cache_dir, self.preparing)
         return self._data[key]
 
     def run(self, progress: Progress, shard: tuple[int, int] = (0, 1)) -> LadderRecord:
@@ -86,6 +87,7 @@ class LadderRunner:
         shard (i, n): only every n-th cell, starting at i; several processes may share the folder. Raises
         :class:`~triscale.train.interrupt.Interrupted` when stopped, with everything resumable.
         """
+        self.preparing = progress.preparing
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "ladder.json", {"ladder": to_dict(self.ladder), "environment": environment()})
         cells = self.cells()

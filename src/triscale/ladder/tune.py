@@ -30,6 +30,7 @@ def tune(
     grid. Rates are applied with :func:`with_rates`.
     """
     runner = LadderRunner(ladder, folder, runtime)
+    runner.preparing = progress.preparing
     rung, seed = ladder.rungs[0], ladder.seeds[0]
     tokens = round(rung.tokens * ladder.tune_fraction)
     record: dict[str, Any] = {"ladder": ladder.name, "rung": rung.name, "seed": seed, "tokens": tokens, "arms": {}}

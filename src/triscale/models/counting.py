@@ -14,7 +14,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     total = sum(p.numel() for p in model.parameters())
     embedding = sum(p.numel() for n, p in model.named_parameters() if n == "embedding.weight")
     head = sum(p.numel() for n, p in model.named_parameters() if n == "head.weight")
-    idle = sum(m.inactive_parameters() for m in model.modules() if hasattr(m, "inactive_parameters"))
+    idle = sum(getattr(m, "inactive_parameters", lambda: 0)() for m in model.modules())
     return {
         "total": total,
         "embedding": embedding,

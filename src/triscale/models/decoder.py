@@ -39,11 +39,11 @@ class DecoderLayer(nn.Module):
         dense = context.layer < config.first_dense and config.dense_feed_forward is not None
         feed_forward = config.dense_feed_forward if dense else config.feed_forward
         self.mixer_norm = RMSNorm(context.width, context.norm_eps, **context.factory)
-        self.mixer = config.mixer.build(context)
-        self.mixer_residual = config.residual.build(context, sublayer=2 * context.layer)
+        self.mixer: Any = config.mixer.build(context)
+        self.mixer_residual: Any = config.residual.build(context, sublayer=2 * context.layer)
         self.feed_forward_norm = RMSNorm(context.width, context.norm_eps, **context.factory)
-        self.feed_forward = feed_forward.build(context)
-        self.feed_forward_residual = config.residual.build(context, sublayer=2 * context.layer + 1)
+        self.feed_forward: Any = feed_forward.build(context)
+        self.feed_forward_residual: Any = config.residual.build(context, sublayer=2 * context.layer + 1)
 
     def forward(self, state: Any, batch: TokenBatch, cache: LayerCache | None = None) -> Any:
         """Depth state in, depth state out; its form is the residual connection's own business."""
@@ -110,9 +110,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary or 0, bias=False, **context.factory)
         if config.tied_head:
             self.head.weight = self.embedding.weight
-        connections = [c for layer in self.layers for c in (layer.mixer_residual, layer.feed_forward_residual)]
+        connections = [c for layer in self._layers() for c in (layer.mixer_residual, layer.feed_forward_residual)]
         link_depth(connections, self.output_residual)
         self._keep_parameter_dtypes()
+
+    def _layers(self) -> list[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
     def _keep_parameter_dtypes(self) -> None:
         """Parameters whose role names a dtype keep it whatever dtype the model is built in."""
@@ -168,7 +171,7 @@ class Decoder(nn.Module):
     def new_cache(self, slots: int, capacity: int) -> DecoderCache:
         """An empty cache for ``slots`` sequences of up to ``capacity`` tokens."""
         weight = self.embedding.weight
-        specs = [layer.mixer.cache_spec() for layer in self.layers]
+        specs = [layer.mixer.cache_spec() for layer in self._layers()]
         layers = [LayerCache(spec, slots, capacity, weight.dtype, weight.device) for spec in specs]
         return DecoderCache(layers, [0] * slots)
 
@@ -181,7 +184,7 @@ class Decoder(nn.Module):
     def flops_per_token(self, context_length: int) -> int:
         """Forward FLOPs a token at a training length, head included, embedding look-up not. Training costs 3 times."""
         flops = 2 * self.config.width * self.head.weight.shape[0]
-        for layer in self.layers:
+        for layer in self._layers():
             flops += layer.mixer.flops_per_token(context_length) + layer.feed_forward.flops_per_token()
             for connection in (layer.mixer_residual, layer.feed_forward_residual):
                 flops += connection.flops_per_token()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -110,5 +110,4 @@ class TokenBatch:
             for name in ("tokens", "cu_seqlens", "positions", "targets", "loss_weights")
             if getattr(self, name) is not None
         }
-        rest = {"lengths": self.lengths, "context_lengths": self.context_lengths, "slots": self.slots}
-        return TokenBatch(**moved, **rest)
+        return replace(self, **moved, memo={})

@@ -77,5 +77,5 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
         if same
         else "The runs were measured on different corpora or tokenizers: their losses cannot be compared."
     )
-    difference = describe_difference(*(directory.read_config() for directory in pair))
+    difference = describe_difference(pair[0].read_config(), pair[1].read_config())
     return {"config": difference, "numbers": numbers, "same_corpus": same, "remark": remark}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Trainer:
         self.listeners, self.init_from = listeners, init_from
         self.device = resolve_device(runtime.device)
         self.precision = resolve_precision(config.train.precision, self.device)
-        precision = "fp32" if self.precision == torch.float32 else "bf16"
+        precision: Literal["fp32", "bf16"] = "fp32" if self.precision == torch.float32 else "bf16"
         config = replace(config, train=replace(config.train, precision=precision))
         self.data = prepared or prepare(config.data, runtime.cache_dir)
         ids = self.data.tokenizer.vocabulary_size
@@ -122,7 +122,8 @@ class Trainer:
             3 * self.model.flops_per_token(config.train.row_length) * config.train.batch_tokens
             + int(getattr(self.optimizer, "flops_per_step", 0))
         )  # fmt: skip
-        self.step, self.seconds, self.curve = 0, 0.0, []
+        self.step, self.seconds = 0, 0.0
+        self.curve: list[tuple[int, float]] = []
         self.spikes, self.max_logit = 0, float("-inf")
 
     def _resume(self) -> None:
@@ -239,8 +240,7 @@ class Trainer:
         extra = self._observe_logits()
         self.optimizer.step()
         for module in self.model.modules():
-            if hasattr(module, "after_optimizer_step"):
-                module.after_optimizer_step()
+            getattr(module, "after_optimizer_step", lambda: None)()
         self.step += 1
         self.loader_state = self.loader.state_dict()
         seconds = time.perf_counter() - started
@@ -278,7 +278,10 @@ class Trainer:
         tokens = self.step * self.config.train.batch_tokens
         self.curve = [*self.curve, (tokens, result["loss"])]
         self.last_eval = result
-        self.events.write("eval", step=self.step, eval_tokens=result.pop("tokens"), tokens=tokens, **result)
+        self.events.write(
+            "eval", step=self.step, tokens=tokens, eval_tokens=result["tokens"], loss=result["loss"],
+            bits_per_byte=result["bits_per_byte"],
+        )  # fmt: skip
 
     def _diverged(self, rows, batch) -> DivergedError:
         with autocast(self.device, self.precision):

@@ -62,6 +62,11 @@ class Progress:
             self.last_line = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True)
 
+    def preparing(self, stage: str, done: int, total: int) -> None:
+        """Progress of data preparation: (stage, bytes done, bytes in all or 0)."""
+        share = f" of {short_number(total)}B" if total else ""
+        self.status(f"{self.title} {stage}: {short_number(done)}B{share}")
+
     def __call__(self, event: dict[str, Any]) -> None:
         kind, data = event["kind"], event["data"]
         if kind == "run.start":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triscale.config import ConfigError, TriScaleError, from_dict
+from triscale.data.prepare import prepare
 
 from .checkpoint import complete_checkpoints
 from .config import RunConfig, Settings, describe_difference, resolved
@@ -31,8 +32,10 @@ def start_run(
         _extend(RunDirectory(path), settings.config)
     weights = find_weights(init_from) if init_from else None
     with tracking(path, track or settings.runtime.track), Progress(f"{path.name}:") as progress:
-        progress.status("preparing data and model")
-        trainer = Trainer(settings.config, settings.runtime, path, listeners=(progress,), init_from=weights)
+        data = prepare(settings.config.data, settings.runtime.cache_dir, progress.preparing)
+        trainer = Trainer(
+            settings.config, settings.runtime, path, listeners=(progress,), prepared=data, init_from=weights
+        )
         try:
             result = trainer.train()
         except Interrupted:

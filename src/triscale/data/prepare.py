@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -29,7 +29,8 @@ from .tokenizer import BOS, EOS, SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
 Progress = Callable[[str, int, int], None]  # (stage, done, total) in bytes of text; total 0 = not known yet
 
 FORMAT = 1  # part of the cache key: raise it when the files or the rules below change
-BATCH_CHARACTERS = 1 << 20  # encoded per call: enough for all cores, short enough for Ctrl-C and the progress line
+BATCH_CHARACTERS = 1 << 20  # encoded per call: short enough for Ctrl-C and the progress line, and
+PIECE_CHARACTERS = 1 << 16  # in pieces that occupy all cores, whether documents are many or one
 TRAIN, HELDOUT, CUT, DROPPED = "train", "heldout", "cut", "dropped"
 
 
@@ -242,13 +243,13 @@ def _build(
         total = sum(entry.bytes for entry in entries if entry.split != DROPPED)
         done = 0
         for batch in _batches(_placed(config, parts, entries)):
-            encoded = tokenizer.encode_batch([text for _, document, _ in batch for text in cut_long(document.text)])
-            pieces = iter(encoded)
-            for split, document, source in batch:
-                ids = [i for _ in cut_long(document.text) for i in next(pieces)]
-                size = len(document.text.encode())
-                writers[split].add(document.id, [bos, *ids, eos], size, source)
-                done += size
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+                writer = writers[piece.split]
+                writer.extend([bos, *ids] if piece.first else ids, len(piece.text.encode()))
+                if piece.last:
+                    writer.extend([eos], 0)
+                    writer.end_document(piece.id, piece.source)
+                done += len(piece.text.encode())
             tell("encoding", done, total)
         for writer in writers.values():
             writer.close()
@@ -287,15 +288,29 @@ def _placed(config: DataConfig, parts: list, entries: list[_Entry]) -> Iterator[
             yield HELDOUT, Document(f"{document.id}#heldout", tail, document.source), entry.source
 
 
-def _batches(placed: Iterator[tuple[str, Document, int]]) -> Iterator[list[tuple[str, Document, int]]]:
-    batch: list[tuple[str, Document, int]] = []
+class _Piece(NamedTuple):
+    """A document or a part of one, on its way to a shard."""
+
+    split: str
+    id: str
+    text: str
+    source: int
+    first: bool
+    last: bool
+
+
+def _batches(placed: Iterator[tuple[str, Document, int]]) -> Iterator[list[_Piece]]:
+    """Pieces of the documents in order, about ``BATCH_CHARACTERS`` at a time."""
+    batch: list[_Piece] = []
     size = 0
-    for item in placed:
-        batch.append(item)
-        size += len(item[1].text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
+    for split, document, source in placed:
+        texts = cut_long(document.text)
+        for place, text in enumerate(texts):
+            batch.append(_Piece(split, document.id, text, source, place == 0, place == len(texts) - 1))
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 
@@ -331,7 +346,7 @@ def split_text(text: str, fraction: float) -> tuple[str, str]:
     return text[:place], text[place:]
 
 
-def cut_long(text: str, limit: int = BATCH_CHARACTERS) -> list[str]:
+def cut_long(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
     """A very long text in pieces whose tokens, joined, are those of the whole.
 
     Cuts lie between a line end and a character that is not white space: there the splitting rule of the tokenizer

@@ -92,13 +92,20 @@ class StoreWriter:
         self._hash = hashlib.sha256()
         self._ids: list[str] = []
         self._rows: list[tuple[int, int, int]] = []
+        self._length = self._bytes = 0
 
-    def add(self, id: str, tokens: Sequence[int], byte_count: int, source: int) -> None:
+    def extend(self, tokens: Sequence[int], byte_count: int) -> None:
+        """More tokens of the document being written, and the bytes of text they stand for."""
         data = np.asarray(tokens, self.dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self._length += len(tokens)
+        self._bytes += byte_count
+
+    def end_document(self, id: str, source: int) -> None:
         self._ids.append(id)
-        self._rows.append((len(tokens), byte_count, source))
+        self._rows.append((self._length, self._bytes, source))
+        self._length = self._bytes = 0
 
     def close(self) -> None:
         sync_and_close(self._file)

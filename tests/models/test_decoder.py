@@ -106,6 +106,23 @@ def test_copied_cache_slot_continues_like_the_original():
     assert torch.equal(rows[0], rows[1])
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("residual", RESIDUALS, ids=lambda r: r["kind"])
+def test_bf16_autocast_stays_close_to_fp32_in_training_and_inference(mixer, residual):
+    model = build(mixer, residual).float()
+    batch = training_batch(sequences([17, 40]))
+    batch.loss_weights = batch.loss_weights.float()
+    exact, gradients = loss_and_gradients(model, [batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, narrow = loss_and_gradients(model, [batch])
+        with torch.no_grad():
+            evaluated = float(model.eval()(batch))
+    assert loss == pytest.approx(exact, rel=5e-3) and evaluated == pytest.approx(exact, rel=5e-3)
+    for name, value in gradients.items():
+        assert narrow[name].isfinite().all()
+        assert (narrow[name] - value).norm() <= 0.1 * value.norm() + 1e-3, name
+
+
 def test_linear_cross_entropy_agrees_with_its_definition():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(70, 12, generator=generator, dtype=torch.float64, requires_grad=True)

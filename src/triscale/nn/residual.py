@@ -111,6 +111,12 @@ class AttentionResidual(nn.Module):
 
     def read(self, state: DepthState, norm: nn.Module | None = None) -> Tensor:
         """[1, N, width]: the mixture over depth, with ``norm`` applied when given (fused: nothing more is kept)."""
+        first = state.blocks[0] if state.blocks else state.partial
+        assert first is not None
+        with torch.autocast(first.device.type, enabled=False):  # scores, softmax and sum stay fp32
+            return self._read(state, norm)
+
+    def _read(self, state: DepthState, norm: nn.Module | None) -> Tensor:
         if state.ahead is not None and state.partial is not None:
             mixed = self._merge(state.ahead, state.partial)
             return mixed if norm is None else norm(mixed)
@@ -130,9 +136,13 @@ class AttentionResidual(nn.Module):
         """Add the sublayer's output to the open block, or seal that block and start the next with it."""
         assert self.index is not None, "the output mix is only read"
         blocks, partial, inverse, ahead = state
+        first = blocks[0] if blocks else partial
+        assert first is not None
+        output = output.to(first.dtype)  # sums are kept in the embedding's dtype, also under autocast
         if partial is not None and self.index % self.block == 0:
-            blocks, inverse = (*blocks, partial), (*inverse, inverse_rms_of(partial, self.norm.eps))
-            return DepthState(blocks, output, inverse, self._look_ahead(blocks, inverse))
+            with torch.autocast(partial.device.type, enabled=False):
+                blocks, inverse = (*blocks, partial), (*inverse, inverse_rms_of(partial, self.norm.eps))
+                return DepthState(blocks, output, inverse, self._look_ahead(blocks, inverse))
         # out of place: `partial` is also a source that backward needs
         return DepthState(blocks, output if partial is None else partial + output, inverse, ahead)
 

@@ -1,13 +1,16 @@
 """The report from a record alone: JSON with its stated keys, a page that needs no other file."""
 
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from triscale.config import ConfigError
 from triscale.ladder.records import load_record
 from triscale.ladder.report import report_json, write_report
+from triscale.ladder.tables import markdown, print_report, rung_cells, verdict_cells
 from triscale.ladder.verdict import analyse
 
 
@@ -60,3 +63,34 @@ def test_names_cannot_inject_markup(make_record, tmp_path):
     pytest.importorskip("matplotlib")
     page = write_report(make_record({"<script>alert(1)</script>": 1.0}), tmp_path).read_text(encoding="utf-8")
     assert "<script>" not in page
+
+
+def lines_of(result, width):
+    stream = io.StringIO()
+    print_report(result, Console(file=stream, width=width))
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [90, 200])
+def test_the_terminal_report_fits_and_cuts_nothing(make_record, width):
+    result = analyse(make_record({"muonclip_kimi": 1.3, "attnres": 1.0}))
+    lines = lines_of(result, width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "…" not in text
+    for arm in result.arms:
+        for cell in verdict_cells(arm):
+            assert cell in text, cell
+    for row in rung_cells(result, 1):
+        for cell in row:
+            assert cell in text, cell
+
+
+def test_markdown_has_the_same_cells_as_the_page(make_record):
+    result = analyse(make_record({"a|b": 1.9, "attnres": 1.0}))
+    rows = [line for line in markdown(result).splitlines() if line.startswith("|")]
+    assert len({row.count(" | ") for row in rows[:4]}) == 1
+    assert "a\\|b" in rows[2] and "\\*" in rows[2], "a bar or star in a cell must be escaped"
+    assert rows[3].split(" | ")[1] == "no difference detected"
+    assert len(rows) == (2 + 2) + (2 + 3 * 3)
+    assert "Note: a|b: the multiplier reaches beyond the baseline's token budgets on s, m, l (*)." in markdown(result)

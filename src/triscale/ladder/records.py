@@ -18,7 +18,7 @@ from triscale.config import ConfigError, from_dict, to_dict
 from triscale.events import current_events
 
 VERSION = 1
-CURVE_POINTS = 200  # curves in a record are thinned to about this many points
+CURVE_POINTS = 120  # curves in a record are thinned to about this many points
 SAME_BUDGET = 0.005  # budgets closer than this (relative) are the same budget
 Curve = tuple[tuple[float, float], ...]
 
@@ -222,7 +222,7 @@ def with_event_curves(run: RunSummary, folder: str | Path) -> RunSummary:
 
 def thin(points: Iterable[tuple[float, Any]], limit: int = CURVE_POINTS) -> Curve:
     """At most ``limit`` finite points, first and last kept; of each stretch the largest value (a spike must show)."""
-    points = _finite(points)
+    points = tuple((x, float(f"{y:.6g}")) for x, y in _finite(points))
     if len(points) <= limit:
         return points
     inner, stretch = points[1:-1], math.ceil((len(points) - 2) / max(limit - 2, 1))
@@ -267,8 +267,20 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1, allow_nan=False, ensure_ascii=False)
-        file.write("\n")
+        file.write(_dump(values) + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _dump(values: dict[str, Any]) -> str:
+    """JSON with one line a run, so that a committed record is small and its changes readable."""
+    compact = lambda value: json.dumps(value, allow_nan=False, ensure_ascii=False)
+    lines = []
+    for key, value in values.items():
+        if key == "runs":
+            rows = ",\n".join("  " + compact(run) for run in value)
+            lines.append(f'"runs": [\n{rows}\n ]' if value else '"runs": []')
+        else:
+            lines.append(f"{compact(key)}: {compact(value)}")
+    return "{\n " + ",\n ".join(lines) + "\n}"

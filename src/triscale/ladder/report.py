@@ -112,7 +112,7 @@ def _fit_json(fit: PowerLaw | None) -> dict[str, Any] | None:
 
 
 def write_report(record: LadderRecord | LadderResult, folder: str | Path) -> Path:
-    """Write ``folder/index.html`` (no other file needed to view it) and one PNG per plot; returns the page's path.
+    """Write ``folder/index.html`` (no other file needed to view it) one PNG a plot and ``tables.md``; returns the page's path.
 
     Raises :class:`MissingExtraError` without the extra ``report`` (matplotlib, jinja2).
     """
@@ -132,6 +132,7 @@ def write_report(record: LadderRecord | LadderResult, folder: str | Path) -> Pat
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     page = environment.get_template("report.html").render(_page(result) | {"plots": plots})
+    (folder / "tables.md").write_text(tables.markdown(result), encoding="utf-8")
     path = folder / "index.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -139,17 +140,16 @@ def write_report(record: LadderRecord | LadderResult, folder: str | Path) -> Pat
 
 def _page(result: LadderResult) -> dict[str, Any]:
     record = result.record
-    verdicts = [{
-        "name": arm.name, "verdict": arm.verdict, "text": tables.verdict_text(arm), "n": arm.n,
-        "difference": tables.difference_text(arm.pooled), "detectable": tables.detectable_text(arm),
-        "p": tables.NONE if arm.p_holm is None else ("<0.001" if arm.p_holm < 0.001 else f"{arm.p_holm:.3f}"),
-        "factors": [tables.factor_text(arm.multipliers[c], arm.extrapolated) for c in ("tokens", "flops", "seconds")],
-        "talk": tables.talk(result, arm), "notes": tables.notes(arm),
-    } for arm in result.arms]  # fmt: skip
+    verdicts = [{"cells": tables.verdict_cells(arm), "verdict": arm.verdict, "talk": tables.talk(result, arm),
+                 "notes": tables.notes(arm)} for arm in result.arms]  # fmt: skip
     return {
         "record": record,
         "verdicts": verdicts,
-        "rungs": [_rung_page(result, index) for index in range(len(record.rungs))],
+        "columns": {"verdicts": (*tables.VERDICTS, *tables.WORTH), "rungs": ("arm", *tables.COSTS, *tables.RESULTS)},
+        "rungs": [
+            {"name": rung.name, "match": rung.match, "rows": tables.rung_cells(result, index)}
+            for index, rung in enumerate(record.rungs)
+        ],
         "fits": _fit_rows(result),
         "runs": sorted(record.runs, key=lambda r: (r.rung, r.arm, r.seed)),
         "si": tables.si,
@@ -160,20 +160,8 @@ def _page(result: LadderResult) -> dict[str, Any]:
         "packages": _package_rows(record),
         "toml": dump_toml(record.ladder),
         "environment": record.environment,
-        "footnote": tables.FOOTNOTE.format(alpha=result.alpha, arms=len(result.arms)),
+        "footnote": tables.footnote(result),
     }
-
-
-def _rung_page(result: LadderResult, index: int) -> dict[str, Any]:
-    record, rung = result.record, result.record.rungs[index]
-    base = record.of(record.baseline, rung.name)
-    rows = [[record.baseline, *tables.cost_cells(base), len(base), tables.loss_cell(base), tables.NONE, tables.NONE]]
-    for arm in result.arms:
-        runs, item = record.of(arm.name, rung.name), arm.rungs[index]
-        factor = tables.factor_text(tables.rung_factor(item), item.multiplier.extrapolated)
-        rows.append([arm.name, *tables.cost_cells(runs), len(item.pairs.pairs), tables.loss_cell(runs),
-                     tables.difference_text(item.difference), factor])  # fmt: skip
-    return {"name": rung.name, "match": rung.match, "rows": rows}
 
 
 def _fit_rows(result: LadderResult) -> list[list[str]]:

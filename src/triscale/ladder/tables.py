@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +59,7 @@ def detectable_text(arm: ArmResult) -> str:
     if arm.detectable is None:
         return "unknown"
     factor = f" (x{arm.detectable_multiplier:.2f})" if arm.detectable_multiplier else ""
-    return f"{arm.detectable:.4f}{factor}"
+    return (f"{arm.detectable:.4f}" if arm.detectable >= 1e-4 else "<0.0001") + factor
 
 
 def verdict_text(arm: ArmResult) -> str:
@@ -83,10 +84,13 @@ def notes(arm: ArmResult) -> list[str]:
             if count:
                 lines.append(f"{where}: {side} diverged in {count} of {len(pairs.pairs)} pairs; the loss difference "
                              "charges it with the untrained model's, the multiplier leaves the pair out")  # fmt: skip
-        if result.multiplier.extrapolated:
-            lines.append(f"{where}: the multiplier reaches beyond the baseline's token budgets (*)")
         if result.multiplier.reason and pairs.pairs:
             lines.append(f"{where}: no multiplier, {result.multiplier.reason}")
+    beyond = [result.rung.name for result in arm.rungs if result.multiplier.extrapolated]
+    if beyond:
+        lines.append(
+            f"{arm.name}: the multiplier reaches beyond the baseline's token budgets on {', '.join(beyond)} (*)"
+        )
     return lines
 
 
@@ -107,34 +111,89 @@ def talk(result: LadderResult, arm: ArmResult) -> str:
             f"{len(known)} rung{'s' * (len(known) > 1)}{tail}).{doubt}")  # fmt: skip
 
 
-def verdict_table(result: LadderResult) -> Table:
-    table = Table(title=f"Ladder {result.record.name}: verdicts against {result.record.baseline}", title_justify="left")
-    for name in ("arm", "verdict", "n", "loss difference\n(nats/token, pooled)", "p (Holm)", "tokens", "FLOPs",
-                 "seconds", "smallest\ndetectable"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("arm", "verdict") else "right")
+VERDICTS = ("arm", "verdict", "n", "loss difference", "p (Holm)", "smallest detectable")
+WORTH = ("x tokens", "x FLOPs", "x seconds")
+COSTS = ("params", "tokens", "FLOPs", "time")
+RESULTS = ("n", "loss", "difference", "x tokens")
+
+
+def verdict_cells(arm: ArmResult) -> list[str]:
+    """The cells of ``VERDICTS`` + ``WORTH`` for one arm, pooled over rungs."""
+    p = NONE if arm.p_holm is None else ("<0.001" if arm.p_holm < 0.001 else f"{arm.p_holm:.3f}")
+    factors = [factor_text(arm.multipliers[cost], arm.extrapolated) for cost in ("tokens", "flops", "seconds")]
+    return [arm.name, arm.verdict, str(arm.n), difference_text(arm.pooled), p, detectable_text(arm), *factors]
+
+
+def rung_cells(result: LadderResult, index: int) -> list[list[str]]:
+    """The rows of rung ``index``: arm, then ``COSTS`` + ``RESULTS``; the baseline first."""
+    record, rung = result.record, result.record.rungs[index]
+    base = record.of(record.baseline, rung.name)
+    rows = [[record.baseline, *cost_cells(base), str(len(base)), loss_cell(base), NONE, NONE]]
     for arm in result.arms:
-        style = {"better": "green", "worse": "red"}.get(arm.verdict, "")
-        p = NONE if arm.p_holm is None else ("<0.001" if arm.p_holm < 0.001 else f"{arm.p_holm:.3f}")
-        factors = [factor_text(arm.multipliers[c], arm.extrapolated) for c in ("tokens", "flops", "seconds")]
-        table.add_row(arm.name, f"[{style}]{arm.verdict}[/]" if style else arm.verdict, str(arm.n),
-                      difference_text(arm.pooled), p, *factors, detectable_text(arm))  # fmt: skip
+        runs, item = record.of(arm.name, rung.name), arm.rungs[index]
+        factor = factor_text(rung_factor(item), item.multiplier.extrapolated)
+        rows.append([arm.name, *cost_cells(runs), str(len(item.pairs.pairs)), loss_cell(runs),
+                     difference_text(item.difference), factor])  # fmt: skip
+    return rows
+
+
+def _table(title: str, columns: Sequence[str], left: int) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     return table
 
 
-def rung_table(result: LadderResult) -> Table:
-    table = Table(title="By rung", title_justify="left")
-    for name in ("rung", "arm", "params", "tokens", "FLOPs", "time", "n", "loss", "difference", "multiplier (tokens)"):
-        table.add_column(name, justify="left" if name in ("rung", "arm") else "right")
-    for index, rung in enumerate(result.record.rungs):
-        runs = [run for run in result.record.of(result.record.baseline, rung.name)]
-        table.add_row(rung.name, result.record.baseline, *cost_cells(runs), str(len(runs)), loss_cell(runs), NONE, NONE)
-        for arm in result.arms:
-            own, item = result.record.of(arm.name, rung.name), arm.rungs[index]
-            table.add_row("", arm.name, *cost_cells(own), str(len(item.pairs.pairs)), loss_cell(own),
-                          difference_text(item.difference),
-                          factor_text(rung_factor(item), item.multiplier.extrapolated))  # fmt: skip
+def _verdict_tables(result: LadderResult, wide: bool) -> list[Table]:
+    title = f"Ladder {result.record.name}: verdicts against {result.record.baseline}"
+    rows = [verdict_cells(arm) for arm in result.arms]
+    for row in rows:
+        row[1] = {"better": "[green]better[/]", "worse": "[red]worse[/]"}.get(row[1], row[1])
+    if wide:
+        return [_filled(_table(title, (*VERDICTS, *WORTH), 2), [rows])]
+    pick = lambda *columns: [[row[i] for i in columns] for row in rows]
+    return [
+        _filled(_table("Effects, pooled over rungs", ("arm", VERDICTS[3], VERDICTS[5]), 1), [pick(0, 3, 5)]),
+        _filled(_table("What a part is worth", ("arm", *WORTH), 1), [pick(0, 6, 7, 8)]),
+        _filled(_table(title, ("arm", VERDICTS[1], "n", VERDICTS[4], WORTH[0]), 2), [pick(0, 1, 2, 4, 6)]),
+    ]
+
+
+def _rung_tables(result: LadderResult, wide: bool) -> list[Table]:
+    groups = [[[rung.name if i == 0 else "", *row] for i, row in enumerate(rung_cells(result, index))]
+              for index, rung in enumerate(result.record.rungs)]  # fmt: skip
+    if wide:
+        return [_filled(_table("By rung", ("rung", "arm", *COSTS, *RESULTS), 2), groups)]
+    costs = [[row[:6] for row in group] for group in groups]
+    results = [[row[:2] + row[6:] for row in group] for group in groups]
+    return [_filled(_table("Cost by rung", ("rung", "arm", *COSTS), 2), costs),
+            _filled(_table("Loss by rung", ("rung", "arm", *RESULTS), 2), results)]  # fmt: skip
+
+
+def _filled(table: Table, groups: Sequence[Sequence[Sequence[str]]]) -> Table:
+    for group in groups:
+        for row in group:
+            table.add_row(*row)
         table.add_section()
     return table
+
+
+def markdown(result: LadderResult) -> str:
+    """The verdicts and the rungs as Markdown tables, for a README; the same cells as everywhere else."""
+    verdicts = [verdict_cells(arm) for arm in result.arms]
+    rungs = [[rung.name, *row] for index, rung in enumerate(result.record.rungs) for row in rung_cells(result, index)]
+    parts = [(*VERDICTS, *WORTH), *verdicts], [("rung", "arm", *COSTS, *RESULTS), *rungs]
+    blocks = []
+    for head, *rows in parts:
+        rule = ["---" if i < 2 else "---:" for i in range(len(head))]
+        blocks.append("\n".join("| " + " | ".join(_escape(cell) for cell in row) + " |" for row in (head, rule, *rows)))
+    lines = [note for arm in result.arms for note in notes(arm)]
+    tail = [footnote(result), *(f"Note: {line}." for line in lines)]
+    return "\n\n".join([*blocks, *tail]) + "\n"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("*", "\\*").replace("|", "\\|")
 
 
 def cost_cells(runs) -> list[str]:
@@ -153,20 +212,29 @@ def loss_cell(runs) -> str:
 
 
 def print_report(result: LadderResult, console: Console | None = None) -> None:
-    """The verdict table, the table by rung, the talk's sentences and every note."""
-    console = console or Console()
-    console.print(rung_table(result))
-    console.print(verdict_table(result))
+    """The tables, the talk's sentences and every note; fits a terminal of 90 columns, uses 175 if it has them."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
+    wide = console.width >= WIDE
+    for table in _rung_tables(result, wide) + _verdict_tables(result, wide):
+        console.print(table)
     for arm in result.arms:
-        console.print(talk(result, arm), highlight=False)
-    lines = [line for arm in result.arms for line in notes(arm)]
-    for line in lines:
-        console.print(f"note: {line}", highlight=False, style="yellow")
-    console.print(FOOTNOTE.format(alpha=result.alpha, arms=len(result.arms)), highlight=False, style="dim")
+        console.print(talk(result, arm), highlight=False, markup=False)
+    for line in [line for arm in result.arms for line in notes(arm)]:
+        console.print(f"note: {line}", highlight=False, markup=False, style="yellow")
+    console.print(footnote(result), highlight=False, markup=False, style="dim")
 
 
-FOOTNOTE = (
-    "n = seed pairs. Brackets: 95 % t-intervals, each arm alone. Verdicts: paired t-test pooled over rungs, Holm over "
-    "{arms} arm(s) at {alpha}. Multipliers: cost the baseline needs for the same loss, divided by the arm's; * = "
-    "beyond the baseline's budgets. Smallest detectable: found with probability 0.8 or more by this design."
-)
+WIDE = 175
+
+
+def footnote(result: LadderResult) -> str:
+    level = f"{100 * (1 - result.alpha):g} %"
+    return (
+        f"n = seed pairs. Brackets: {level} t-intervals, each arm alone. Loss in nats per token; differences are arm minus "
+        f"baseline. Verdicts: paired t-test pooled over rungs, Holm over {len(result.arms)} arm(s) at {result.alpha:g}. "
+        f"Multipliers (x): cost the baseline needs for the same loss, divided by the arm's; * = beyond the baseline's "
+        f"budgets. Smallest detectable: found with probability {result.power:g} or more by this design."
+    )

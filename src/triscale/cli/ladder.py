@@ -157,11 +157,18 @@ def run(name: str, runs: Path | None, trust_imports: bool, as_json: bool, shard:
 @click.command()
 @click.argument("runs", type=click.Path(path_type=Path, exists=True))
 @JSON
+@click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the HTML report [default: RUNS/report].")
-def report(runs: Path, as_json: bool, output: Path | None) -> None:
+def report(runs: Path, as_json: bool, markdown: bool, output: Path | None) -> None:
     """Report on RUNS: a ladder's run folder or a committed summary."""
     from triscale.ladder.records import load_record
 
+    if markdown:
+        from triscale.ladder.markdown import markdown_table
+        from triscale.ladder.verdict import analyse
+
+        click.echo(markdown_table(analyse(load_record(runs))))
+        return
     _report(load_record(runs), runs if runs.is_dir() else runs.parent, as_json, output)
 
 

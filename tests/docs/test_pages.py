@@ -81,3 +81,32 @@ def execute(line: str, folder: Path, environment: dict, corpus: Path) -> None:
 def test_own_parts_page(tmp_path, corpus):
     assert run_page(ROOT / "docs" / "own-parts.md", tmp_path, corpus) >= 5
     assert (tmp_path / "runs" / "average-ladder" / "report" / "index.html").exists()
+
+
+def test_readme_commands_run(tmp_path, corpus):
+    assert run_page(ROOT / "README.md", tmp_path, corpus) >= 6
+
+
+def test_readme_tables_are_those_of_the_committed_record():
+    """Whatever stands between the markers is what the named command prints."""
+    from click.testing import CliRunner
+
+    from triscale.cli.main import cli
+
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"<!-- begin: triscale (.+?) -->\n(.*?)<!-- end -->", text, re.S)
+    assert blocks
+    for command, body in blocks:
+        arguments = [str(ROOT / word) if word.startswith("docs/") else word for word in shlex.split(command)]
+        printed = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
+        assert body.strip() == printed.strip(), command
+
+
+def test_readme_links_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_public_markdown_names_no_other_place():
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert "/tmp/" not in path.read_text() and "/root/" not in path.read_text(), path

@@ -33,7 +33,7 @@ install: $(VENV)/.dev-installed
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/triscale ladder run demo --runs $(RUNS)/demo
-	$(BIN)/triscale generate $(RUNS)/demo/large/kimi/seed0 --prompt 'def read_file(path):' --tokens 60
+	$(BIN)/triscale generate $(RUNS)/demo --prompt 'def read_file(path):' --tokens 80
 
 test: $(VENV)/.dev-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m 'not slow and not gpu'

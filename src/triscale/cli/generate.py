@@ -19,10 +19,15 @@ import click
 def generate(
     run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str
 ) -> None:  # fmt: skip
-    """Stream text from RUN, a run folder or a ladder cell."""
+    """Stream text from RUN: a run folder, or a ladder's folder (then its best model speaks)."""
+    from triscale.ladder.run import best_cell
     from triscale.train.generate import generate_text
     from triscale.train.load import load_run
 
+    best = best_cell(run)
+    if best is not None:
+        click.echo(f"best model: {best.relative_to(run)}", err=True)
+        run = best
     if prompt == "-":
         prompt = sys.stdin.read()
     loaded = load_run(run, device)

@@ -22,7 +22,7 @@ from triscale.train.run_directory import RunDirectory, environment, write_json
 from .config import ArmConfig, LadderConfig, RungConfig
 from .locks import CellLock
 from .match import Matched, match_model
-from .records import Budget, LadderRecord, Rung, RunSummary, collect_runs, load_run, with_event_curves
+from .records import Budget, LadderRecord, Rung, RunSummary, collect_runs, load_record, load_run, with_event_curves
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,16 @@ class LadderRunner:
             ladder=to_dict(self.ladder),
             environment=environment(),
         )
+
+
+def best_cell(folder: Path) -> Path | None:
+    """The cell of a ladder's run folder with the lowest held-out loss; None if ``folder`` is no ladder's."""
+    if not (folder / "ladder.json").exists() or not (folder / "summary.json").exists():
+        return None
+    runs = [run for run in load_record(folder).runs if run.loss is not None]
+    kept = [run for run in runs if (folder / run.rung / run.arm / f"seed{run.seed}").exists()]
+    best = min(kept, key=lambda run: run.loss or 0.0, default=None)
+    return folder / best.rung / best.arm / f"seed{best.seed}" if best else None
 
 
 def branch_from(trunk: RunDirectory, step: int, path: Path) -> None:

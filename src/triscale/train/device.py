@@ -39,8 +39,7 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def resolve_precision(name: str, device: torch.device) -> torch.dtype:
-    """The autocast dtype: bfloat16, or float32 for no autocast. float16 on a CPU is refused elsewhere by its absence
-    from the choices: it runs hundreds of times slower there."""
+    """The autocast dtype: bfloat16, or float32 for no autocast."""
     if name == "auto":
         return torch.bfloat16 if has_fast_bf16(device) else torch.float32
     return torch.bfloat16 if name == "bf16" else torch.float32

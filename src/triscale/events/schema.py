@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("step", "path"),
     "warning": ("message",),
     "logits": ("step", "max_logits"),
-    "router": ("step",),
+    "router": ("step", "layers"),
     "spike": ("step", "loss"),
     "swarm.start": ("task", "limits"),
     "swarm.resume": ("session", "spent"),

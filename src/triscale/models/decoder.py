@@ -6,7 +6,7 @@ Where each part is defined: mixers, feed-forward layers and residual connections
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,11 @@ from triscale.nn.context import BuildContext
 from triscale.nn.initialize import initialize
 from triscale.nn.norm import RMSNorm
 from triscale.nn.parts import FEED_FORWARDS, MIXERS, RESIDUALS
-from triscale.nn.residual import link_depth
+from triscale.nn.residual import StandardResidual, link_depth
 from triscale.ops.linear_cross_entropy import linear_cross_entropy
 
 from .cache import DecoderCache, LayerCache
+from .multi_token import MultiTokenPrediction
 
 Output = Literal["loss", "token_losses", "logits", "last_logits", "hidden"]
 
@@ -62,6 +63,7 @@ class Decoder(nn.Module):
 
         first_dense: number of first layers that use ``dense_feed_forward`` (mixtures of experts keep one dense).
         checkpoint_activations: recompute each layer in backward, for less memory and about a third more time.
+        multi_token: an extra layer and objective that predict one token further (training only); left out = none.
         """
 
         width: int = 256
@@ -75,6 +77,7 @@ class Decoder(nn.Module):
         tied_head: bool = True
         norm_eps: float = 1e-5
         checkpoint_activations: bool = False
+        multi_token: MultiTokenPrediction.Config | None = None
 
         def __post_init__(self) -> None:
             for name in ("width", "depth"):
@@ -110,6 +113,11 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary or 0, bias=False, **context.factory)
         if config.tied_head:
             self.head.weight = self.embedding.weight
+        self.multi_token: MultiTokenPrediction | None = None
+        if config.multi_token is not None:
+            plain = replace(config, residual=StandardResidual.Config(), first_dense=0)
+            layer = DecoderLayer(plain, context.at(config.depth - 1))
+            self.multi_token = MultiTokenPrediction(config.multi_token, layer, context)
         connections = [c for layer in self._layers() for c in (layer.mixer_residual, layer.feed_forward_residual)]
         link_depth(connections, self.output_residual)
         self._keep_parameter_dtypes()
@@ -150,7 +158,11 @@ class Decoder(nn.Module):
         if batch.targets is None or batch.loss_weights is None:
             raise ValueError(f"output={output!r} needs a batch with targets and loss_weights")
         if output == "loss":
-            return linear_cross_entropy(h, self.head.weight, batch.targets, batch.loss_weights)
+            loss = linear_cross_entropy(h, self.head.weight, batch.targets, batch.loss_weights)
+            if self.multi_token is not None and self.training and torch.is_grad_enabled():
+                further = self.multi_token.loss(h[None], batch, self.embedding, self.head.weight)
+                loss = loss + self.multi_token.weight * (further - further.detach())  # a gradient, no change of value
+            return loss
         return torch.cat(
             [
                 F.cross_entropy(self.head(piece).float(), target, reduction="none")
@@ -188,4 +200,6 @@ class Decoder(nn.Module):
             flops += layer.mixer.flops_per_token(context_length) + layer.feed_forward.flops_per_token()
             for connection in (layer.mixer_residual, layer.feed_forward_residual):
                 flops += connection.flops_per_token()
+        if self.multi_token is not None:
+            flops += self.multi_token.flops_per_token(context_length) + 2 * self.head.weight.numel()
         return flops + self.output_residual.flops_per_token()

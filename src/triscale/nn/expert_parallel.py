@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from triscale.ops.gated_activation import GatedActivation
@@ -40,9 +40,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> int:
 
 
 def exchange_and_compute(
-    x: Tensor, indices: Tensor, weights: Tensor, gate_up: DTensor, down: DTensor, activation: GatedActivation
+    x: Tensor, indices: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: GatedActivation
 ) -> Tensor:
-    """x [T, D] of this rank -> [T, D]: send each routed row to its expert's rank, compute there, send it back."""
+    """x [T, D] of this rank -> [T, D], the stacks being DTensors: send each routed row to its expert's rank, compute there, send it back."""
     group, ranks = gate_up.device_mesh.get_group(), gate_up.device_mesh.size()
     local = gate_up.shape[0] // ranks
     rows = sort_by_expert(indices, gate_up.shape[0])  # expert order is rank order

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from triscale.config import Role, part
 from triscale.ops.gated_activation import GatedActivation, SituGLUActivation, SwiGLUActivation
@@ -29,7 +28,6 @@ from triscale.ops.routing import balanced_scaling
 
 from .batch import TokenBatch
 from .context import BuildContext
-from .expert_parallel import exchange_and_compute
 from .feed_forward import SwiGLU, default_hidden
 from .norm import RMSNorm
 from .parts import BALANCES
@@ -52,7 +50,9 @@ class RoutedExperts(nn.Module):
         gate_up, down = self.gate_up_proj, self.down_proj
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if isinstance(gate_up, DTensor) and isinstance(down, DTensor):
+        if hasattr(gate_up, "device_mesh"):  # a DTensor: experts are spread over ranks
+            from .expert_parallel import exchange_and_compute
+
             return exchange_and_compute(x, indices, weights, gate_up, down, self.activation)
         return grouped_experts(x, indices, weights, gate_up, down, self.activation)
 

@@ -151,6 +151,8 @@ class AttentionResidual(nn.Module):
         rows, tokens = len(self.following), inverse[0].numel()
         if rows < 2 or torch.is_grad_enabled() or rows * blocks[0].numel() > TWO_PHASE_LIMIT:
             return None
+        if any(hasattr(other.proj.weight, "device_mesh") for other in self.following):
+            return None  # sharded (DTensor): other layers' queries are not at hand
         work = inverse[0].dtype
         queries = torch.cat([other.proj.weight for other in self.following]).to(work)
         folded = queries * torch.stack([other.norm.weight for other in self.following]).to(work)

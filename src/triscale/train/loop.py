@@ -19,6 +19,7 @@ from triscale.data.prepare import PreparedData, prepare
 from triscale.events import EventWriter
 from triscale.models import count_parameters
 from triscale.models.decoder import Decoder
+from triscale.nn.router import Router
 
 from .checkpoint import (
     complete_checkpoints,
@@ -226,6 +227,7 @@ class Trainer:
             for start in range(0, train.rows, train.micro_rows):
                 self.guard.check()
                 batch = to_batch(rows, self.device, slice(start, start + train.micro_rows))
+                batch.memo["loss_scale"] = 1 / weight  # for auxiliary losses, which join inside the model
                 with autocast(self.device, self.precision):
                     part = self.forward(batch) / weight
                 part.backward()
@@ -272,6 +274,9 @@ class Trainer:
             )  # fmt: skip
             if logits:
                 self.events.write("logits", step=self.step, max_logits=logits)
+            routers = {n: m.statistics() for n, m in self.model.named_modules() if isinstance(m, Router)}
+            if routers:
+                self.events.write("router", step=self.step, layers=routers)
 
     def _evaluate(self) -> None:
         result = heldout_loss(self.model, self.heldout, self.config.train.micro_rows, self.precision)

@@ -16,6 +16,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "loss-by-position": ("triscale.studies.loss_by_position", "How does loss fall with the token's position?"),
     "qk-clip": ("triscale.studies.qk_clip", "Does QK-Clip hold growing logits, and does it cost retrieval?"),
     "muon-attribution": ("triscale.studies.muon_attribution", "Which ingredient of MuonClip carries the gain?"),
+    "swarm-width": ("triscale.studies.swarm_width", "When does a swarm save time over one agent, and at what cost?"),
     "attnres": ("triscale.studies.attnres", "Do Attention Residuals help over recurrent layers too?"),
 }
 

@@ -6,7 +6,7 @@ play the three roles of a swarm; ``Scripted.style`` makes the orchestrator behav
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import re
 from collections import Counter
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import ConfigError
+from .client_scripted import PolicyClient
 from .table_score import parse_table, render_table
 from .types import Message, ModelReply, ModelRequest, ToolCall, Usage
 from .world_text import ATTRIBUTES, OVERSEER, Attribute
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Style = Literal["fan_out", "serial", "duplicate", "direct"]
 CHARS_PER_TOKEN = 4
 UNKNOWN = "unknown"
-WORKER_PROMPT = "You look things up in documents. Search, open what looks right, and answer with a Markdown table."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,40 +58,38 @@ class Price:
         return (fresh * self.tokens_in + tokens_cached * self.tokens_cached + tokens_out * self.tokens_out) / 1e6
 
 
-class ScriptedAgent:
-    """A :class:`~triscale.swarm.types.ModelClient` that plays one role. Tokens are characters / 4; whatever an earlier
-    turn of the same conversation sent counts as cached."""
+class ScriptedAgent(PolicyClient):
+    """A model client that plays one role. Tokens are characters / 4; whatever an earlier turn of the same conversation
+    sent counts as cached."""
 
-    endpoint = "scripted"
-    context_window: int | None = None
-
-    def __init__(self, role: str, scripted: Scripted, latency: Latency, price: Price, seed: int = 0):
+    def __init__(
+        self, role: str, scripted: Scripted, latency: Latency, price: Price, *, seed: int = 0,
+        context_window: int | None = None,
+    ):  # fmt: skip
         if role not in ("orchestrator", "subagent", "single"):
             raise ConfigError("role", f"{role!r} is not a role", "Use orchestrator, subagent or single")
-        self.role, self.scripted, self.latency, self.price, self.seed = role, scripted, latency, price, seed
-        self.name = f"scripted-{role}"
+        self.role, self.scripted, self.times, self.price, self.seed = role, scripted, latency, price, seed
+        super().__init__(self._reply, name=f"scripted-{role}", latency=self._seconds, context_window=context_window)
 
-    async def complete(self, request: ModelRequest) -> ModelReply:
+    def _reply(self, request: ModelRequest) -> ModelReply:
         message = self.decide(request)
-        usage = self._usage(request, message)
-        seconds = self.latency.model + usage.tokens_in * self.latency.per_token_in
-        seconds += usage.tokens_out * self.latency.per_token_out
-        await asyncio.sleep(self.latency.of(seconds, f"{request.agent} {request.step}", self.seed))
-        finish = "tool_calls" if message.tool_calls else "stop"
-        return ModelReply(message, finish, usage, self.name)
+        return ModelReply(message, "tool_calls" if message.tool_calls else "stop", self._spent(request, message))
 
-    async def close(self) -> None:
-        return None
+    def _seconds(self, request: ModelRequest, reply: ModelReply) -> float:
+        usage, times = reply.usage, self.times
+        fresh = usage.tokens_in - usage.tokens_cached
+        seconds = times.model + fresh * times.per_token_in + usage.tokens_out * times.per_token_out
+        return times.of(seconds, f"{request.agent} {request.step}", self.seed)
 
     def decide(self, request: ModelRequest) -> Message:
         """The next message, at once and without waiting."""
-        task = Task.read(next((m.content for m in request.messages if m.role == "user"), ""))
+        task = Task.read("\n".join(m.content for m in request.messages if m.role in ("user", "system")))
         tools = {spec.name for spec in request.tools}
         if self.role == "orchestrator" and self.scripted.style != "direct":
             return _orchestrate(task, request, self.scripted, "assign_task" in tools)
         return _work(task, request.messages, self.scripted.calls_per_turn, bool(tools & {"search", "open"}))
 
-    def _usage(self, request: ModelRequest, message: Message) -> Usage:
+    def _spent(self, request: ModelRequest, message: Message) -> Usage:
         last = max((i for i, m in enumerate(request.messages) if m.role == "assistant"), default=0)
         tools = sum(len(json.dumps(dict(s.parameters))) + len(s.description) for s in request.tools)
         size = lambda messages: sum(map(_chars, messages))
@@ -118,14 +116,19 @@ class Task:
         chain = re.search(r"Start at (.+?) and follow the chain of oversight .* for (\d+) steps", text)
         if chain:
             return cls((), names, chain.group(1), int(chain.group(2)))
-        listed = re.search(r"institutes in the documents: (.+?)\. ", text)
+        listed = re.search(r"Look up(?: these institutes in the documents)?: (.+?)\.(?:\s|$)", text)
         entities = tuple(listed.group(1).split("; ")) if listed else ()
         return cls(entities, names, register="current register" in text)
 
-    def write(self, entities: Sequence[str]) -> str:
-        """The same question about fewer institutes."""
-        return (f"Look up these institutes in the documents: {'; '.join(entities)}. Answer with one Markdown table "
-                f"with exactly the columns {', '.join(self.columns)}.")  # fmt: skip
+    @property
+    def worker_prompt(self) -> str:
+        """The system prompt of a sub-agent: all that its assignments have in common, so that these can be short."""
+        return ("You look up institutes in documents: search, open what fits, read. Answer with one Markdown table with "
+                f"exactly the columns {', '.join(self.columns)}.")  # fmt: skip
+
+    @staticmethod
+    def assignment(entities: Sequence[str]) -> str:
+        return f"Look up: {'; '.join(entities)}."
 
     @property
     def attributes(self) -> list[Attribute]:
@@ -167,16 +170,18 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 def _work(task: Task, messages: Sequence[Message], calls_per_turn: int, can_act: bool) -> Message:
     """Search and open until every value is known or nothing is left to open, then write the table."""
     seen = list(_calls(messages))
-    if task.register:
+    chain: list[str] = []
+    wanted: list[tuple[str, dict[str, Any]]] = []
+    if can_act and task.register:
         wanted = _register_step(seen)
-        rows = _register_rows(seen, task)
-    else:
+    elif not task.register:
         chain = _chain(task, seen) if task.start else list(task.entities)
-        steps = (_next_step(entity, task, seen) for entity in chain)
-        wanted = [step for step in steps if step is not None][:calls_per_turn]
-        rows = [_row(entity, task, seen) for entity in chain]
-    if wanted and can_act:
+        if can_act:
+            steps = (_next_step(entity, task, seen) for entity in chain)
+            wanted = list(itertools.islice((step for step in steps if step is not None), calls_per_turn))
+    if wanted:
         return _call(messages, wanted)
+    rows = _register_rows(seen, task) if task.register else [_row(entity, task, seen) for entity in chain]
     return Message("assistant", render_table(rows, task.columns))
 
 
@@ -247,7 +252,7 @@ def _orchestrate(task: Task, request: ModelRequest, scripted: Scripted, can_assi
                 rows[row.get(task.columns[0], "")] = row
     prompts = _prompts(task, scripted, rows, _turns(request.messages))
     if prompts and can_assign:
-        create = [] if assigned else [("create_subagent", {"name": "reader", "system_prompt": WORKER_PROMPT})]
+        create = [] if assigned else [("create_subagent", {"name": "reader", "system_prompt": task.worker_prompt})]
         return _call(request.messages, [*create, *(("assign_task", {"agent": "reader", "prompt": p}) for p in prompts)])
     wanted = list(task.entities) or _merged_chain(task, assigned) or list(rows)
     found = [{c: rows[e].get(c, UNKNOWN) for c in task.columns} for e in wanted if e in rows]
@@ -270,23 +275,22 @@ def _prompts(task: Task, scripted: Scripted, rows: dict[str, dict[str, str]], tu
         missing = missing[: scripted.chunk]
     chunks = [missing[i : i + scripted.chunk] for i in range(0, len(missing), scripted.chunk)]
     copies = scripted.copies if scripted.style == "duplicate" and not turns else 1
-    return [task.write(chunk) for chunk in chunks for _ in range(copies)]
+    return [task.assignment(chunk) for chunk in chunks for _ in range(copies)]
 
 
 def _chain_prompts(
     task: Task, scripted: Scripted, rows: dict[str, dict[str, str]], turns: list[list[str]]
 ) -> list[str]:
     """``serial`` hands out one hop at a time, each needing the one before; other styles the whole chain at once."""
-    table = f"Answer with one Markdown table with exactly the columns {', '.join(task.columns)}."
     chain = list(rows)
     if scripted.style == "serial":
         if len(chain) > task.hops or len(turns) > task.hops:
             return []
         start = chain[-1] if chain else task.start
-        return [f"Start at {start} and follow the chain of oversight (once) for 1 steps. {table}"]
+        return [f"Start at {start} and follow the chain of oversight (once) for 1 steps."]
     if turns:
         return []
-    whole = f"Start at {task.start} and follow the chain of oversight (to its end) for {task.hops} steps. {table}"
+    whole = f"Start at {task.start} and follow the chain of oversight (to its end) for {task.hops} steps."
     return [whole] * (scripted.copies if scripted.style == "duplicate" else 1)
 
 

@@ -48,13 +48,13 @@ class Attribute:
 
     def read(self, text: str, entity: str) -> str | None:
         """The value that ``text`` states for ``entity``, or None."""
-        patterns = [re.escape(p).replace(r"\{e\}", re.escape(entity)).replace(r"\{v\}", "(.+)") for p in self.phrases]
+        ends = [p.format(e=entity, v="\0").split("\0") for p in self.phrases]
         for sentence in re.split(r"(?<=\.)\s+|\n+", text):
             if entity in sentence:
-                for pattern in patterns:
-                    match = re.fullmatch(pattern, sentence)
-                    if match:
-                        return match.group(1)
+                for before, after in ends:
+                    long_enough = len(sentence) > len(before) + len(after)
+                    if long_enough and sentence.startswith(before) and sentence.endswith(after):
+                        return sentence[len(before) : len(sentence) - len(after)]
         return None
 
 

@@ -35,7 +35,11 @@ KEY = "Institute"
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Seconds of each thing an agent waits for. jitter: relative spread, fixed for each call by its content."""
+    """Seconds of each thing an agent waits for.
+
+    model: of any model call, plus per_token_in for each prompt token that is not cached and per_token_out for each
+    token of the reply. jitter: relative spread, fixed for each call by its content.
+    """
 
     model: float = 1.0
     per_token_in: float = 0.0
@@ -63,6 +67,7 @@ class LookupWorld:
 
         pages: documents each institute's facts are spread over. distractors: further institutes not asked for.
         words: filler words in a document. scripted: how the scripted orchestrator behaves. price: per million tokens.
+        context_window: tokens the scripted models can read.
         """
 
         kind: Kind = "wide"
@@ -72,6 +77,7 @@ class LookupWorld:
         distractors: int = 5
         words: int = 80
         seed: int = 0
+        context_window: int = 262_144
         latency: Latency = field(default_factory=Latency)
         scripted: Scripted = field(default_factory=Scripted)
         price: Price = field(default_factory=Price)
@@ -112,7 +118,7 @@ class LookupWorld:
 
     def scripted(self, role: Literal["orchestrator", "subagent", "single"]) -> ModelClient:
         c = self.config
-        return ScriptedAgent(role, c.scripted, c.latency, c.price, c.seed)
+        return ScriptedAgent(role, c.scripted, c.latency, c.price, seed=c.seed, context_window=c.context_window)
 
     def score(self, answer: str) -> dict[str, float]:
         """item and row F1 of WideSearch, precision and recall of items, and success (0 or 1)."""

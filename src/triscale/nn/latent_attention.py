@@ -42,30 +42,29 @@ class LatentAttention(nn.Module):
         """Dimensions carry the publishers' names.
 
         q_lora_rank: None = full-rank queries. kv_lora_rank: width of the cached latent; None = width / 4, at least 16.
-        qk_rope_head_dim: shared key dims, rotated only if ``rope_theta`` is not 0 (0 = no positional encoding; the dims
+        qk_nope_head_dim, v_head_dim: None = width / heads. qk_rope_head_dim: None = half of qk_nope_head_dim (even), as
+        published; shared key dims, rotated only if ``rope_theta`` is not 0 (0 = no positional encoding; the dims
         still exist, as in Kimi Linear). yarn: context extension, with rope_theta only. output_gate: K3's sigmoid gate.
         """
 
         heads: int = 4
         q_lora_rank: int | None = None
         kv_lora_rank: int | None = None
-        qk_nope_head_dim: int = 32
-        qk_rope_head_dim: int = 16
-        v_head_dim: int = 32
+        qk_nope_head_dim: int | None = None
+        qk_rope_head_dim: int | None = None
+        v_head_dim: int | None = None
         rope_theta: float = 0.0
         yarn: Yarn | None = None
         output_gate: bool = False
 
         def __post_init__(self) -> None:
-            for name in ("heads", "qk_nope_head_dim", "v_head_dim"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
-            for name in ("q_lora_rank", "kv_lora_rank"):
-                rank = getattr(self, name)
-                if rank is not None and rank < 1:
-                    raise ValueError(f"{name}: {rank} must be at least 1, or left out")
-            if self.qk_rope_head_dim < 0 or (self.rope_theta and self.qk_rope_head_dim % 2):
-                raise ValueError(f"qk_rope_head_dim: {self.qk_rope_head_dim} must not be negative, and even to rotate")
+            for name in ("heads", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"):
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    raise ValueError(f"{name}: {value} must be at least 1, or left out")
+            rope = self.qk_rope_head_dim
+            if rope is not None and (rope < 0 or (self.rope_theta and rope % 2)):
+                raise ValueError(f"qk_rope_head_dim: {rope} must not be negative, and even to rotate")
             if self.yarn is not None and not self.rope_theta:
                 raise ValueError("yarn: has no effect without rope_theta; set rope_theta or remove yarn")
 
@@ -75,7 +74,10 @@ class LatentAttention(nn.Module):
     def __init__(self, config: Config, context: BuildContext):
         super().__init__()
         self.config, self.width, self.heads = config, context.width, config.heads
-        self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope = config.qk_nope_head_dim or max(context.width // config.heads, 1)
+        half = max(self.nope // 4 * 2, 2)
+        self.rope = half if config.qk_rope_head_dim is None else config.qk_rope_head_dim
+        self.value = config.v_head_dim or max(context.width // config.heads, 1)
         self.latent = config.kv_lora_rank or max(context.width // 4, 16)
         self.scale = (self.nope + self.rope) ** -0.5 * (config.yarn.softmax_factor if config.yarn else 1.0)
         q_width, o_width, rank = self.heads * (self.nope + self.rope), self.heads * self.value, config.q_lora_rank

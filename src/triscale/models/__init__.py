@@ -6,6 +6,8 @@ _EXPORTS = {
     "Decoder": "triscale.models.decoder",
     "DecoderCache": "triscale.models.cache",
     "LayerCache": "triscale.models.cache",
+    "from_published": "triscale.models.published",
+    "to_published": "triscale.models.published",
     "count_parameters": "triscale.models.counting",
 }
 

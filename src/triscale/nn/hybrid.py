@@ -18,9 +18,13 @@ class Hybrid:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """pattern "3:1" = three linear layers, then one full; the last layer of the model is always full."""
+        """pattern "3:1" = three linear layers, then one full; the last layer of the model is always full.
+
+        full_layers: the full layers (from 0) themselves, instead of the pattern, for published layouts unlike it.
+        """
 
         pattern: str = "3:1"
+        full_layers: tuple[int, ...] = ()
         linear: Any = part(MIXERS, "delta_attention")
         full: Any = part(MIXERS, "latent_attention")
 
@@ -35,9 +39,13 @@ class Hybrid:
             return int(linear), int(full)
 
         def is_full(self, layer: int, depth: int) -> bool:
+            if self.full_layers:
+                return layer in self.full_layers
             linear, full = self.counts
             return (full > 0 and layer == depth - 1) or layer % (linear + full) >= linear
 
         def build(self, context: BuildContext) -> nn.Module:
+            if self.full_layers and not 0 <= min(self.full_layers) <= max(self.full_layers) < context.depth:
+                raise ValueError(f"full_layers: {self.full_layers} must be layers 0 to {context.depth - 1}")
             chosen = self.full if self.is_full(context.layer, context.depth) else self.linear
             return chosen.build(context)

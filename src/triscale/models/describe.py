@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from .decoder import Decoder
+from .counting import count_parameters
+from .decoder import Decoder, DecoderLayer
 from .presets import Preset
 
 CONTEXT = 4096
@@ -27,9 +28,10 @@ def describe(preset: Preset, context: int = CONTEXT, dtype: torch.dtype = torch.
     model = config.build(dtype=dtype, device="meta")
     parts = count_by_component(model, preset.a_log)
     total = sum(parts.values())
-    idle = sum(m.inactive_parameters() for m in model.modules() if hasattr(m, "inactive_parameters"))
+    counts = count_parameters(model)
+    idle = counts["total"] - counts["active"]
     both = parts.get("embedding", 0) + parts.get("head", 0)
-    specs = [layer.mixer.cache_spec() for layer in model.layers]
+    specs = [cast(DecoderLayer, layer).mixer.cache_spec() for layer in model.layers]
     result: dict[str, Any] = {
         "name": preset.name,
         "title": preset.title,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from triscale.config import ConfigError
@@ -89,7 +89,7 @@ def _published(name: str, title: str, family: str, release: dict[str, Any], **re
 def presets() -> dict[str, Preset]:
     """All named presets, small ones first."""
     small = [
-        Preset(size, f"baseline, {size} parameters without embeddings", lambda n=parse_size(size): sized(n))
+        Preset(size, f"baseline, {size} parameters without embeddings", partial(sized, parse_size(size) or 0))
         for size in SIZES
     ]
     published = [
@@ -135,7 +135,7 @@ def find_preset(name: str) -> Preset:
         return by_lower[name.lower()]
     size = parse_size(name)
     if size is not None:
-        return Preset(name, f"baseline, {name} parameters without embeddings", lambda: sized(size))
+        return Preset(name, f"baseline, {name} parameters without embeddings", partial(sized, size))
     near = get_close_matches(name.lower(), by_lower, 1)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}, or a size such as 12M"
     raise ConfigError("name", f"no model is called {name!r}", hint)

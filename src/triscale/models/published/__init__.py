@@ -71,7 +71,8 @@ def to_published(
     Raises :class:`ConfigError` naming the part the family has no place for.
     """
     origin: Origin | None = getattr(model, "origin", None)
-    chosen = load_family(family or origin.family) if family or origin else family_of(model.config)
+    name = family or (origin.family if origin is not None else "")
+    chosen = load_family(name) if name else family_of(model.config)
     chosen.write(model.config)  # refuse before writing anything
     state = model.state_dict()
     if model.config.tied_head:

@@ -59,7 +59,7 @@ def read_hybrid(fields: Fields) -> Hybrid.Config:
         head_dim=linear.need("head_dim"),
         convolution=linear.get("short_conv_kernel_size", 4),
         gate="softplus" if bound is None else "bounded",
-        **({} if bound is None else {"lower_bound": float(bound)}),
+        lower_bound=-5.0 if bound is None else float(bound),
         output_gate="full_rank" if full_rank else "low_rank",
     )
     depth = fields.need("num_hidden_layers")

@@ -93,7 +93,9 @@ def plan_import(published: Mapping[str, Any], reader: ShardReader, family: Famil
     config = family.read(published)
     shapes = decoder_shapes(config)
     a_log = next((s.shape for n, s in reader.tensors.items() if n.endswith(".self_attn.A_log")), None)
-    sources, missing, used = [], [], set()
+    sources: list[Source] = []
+    missing: list[str] = []
+    used: set[str] = set()
     for piece in pieces(shapes, family.naming, a_log):
         source = _find(piece, reader.tensors)
         if source is None:
@@ -166,14 +168,14 @@ def _list(what: str, names: list[str]) -> str:
 
 def read_source(source: Source, reader: ShardReader) -> Tensor:
     """The values of one piece as published: unpacked to bf16 if they were packed, without padding."""
-    first, *rest = (reader.read(name) for name in source.names)
+    parts = [reader.read(name) for name in source.names]
     if source.form == "mxfp4":
-        return unpack_mxfp4(first, *rest)
+        return unpack_mxfp4(parts[0], parts[1])
     if source.form == "int4":
-        return unpack_int4(first, *rest)
+        return unpack_int4(parts[0], parts[1], parts[2])
     if source.form == "fp8":
-        return unpack_fp8_blocks(first, *rest)
-    return first
+        return unpack_fp8_blocks(parts[0], parts[1])
+    return parts[0]
 
 
 def place(source: Source, value: Tensor, size: int) -> Tensor:

@@ -154,7 +154,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
         self._left = {name: math.prod(shape) for name, (shape, _) in tensors.items()}
-        self._file = open(self.temporary, "wb")
+        self._file = open(self.temporary, "wb")  # noqa: SIM115 - closed by close() or __exit__
         self._file.write(struct.pack("<Q", len(text)) + text)
         self._file.truncate(self._data + offset)
 

@@ -38,8 +38,9 @@ class Factors(NamedTuple):
 
 
 def limit(dtype: torch.dtype) -> float:
-    """Largest |X| whose exponential and the products of two such are far from overflow."""
-    return 60.0 if dtype == torch.float32 else 40.0
+    """Largest |X| allowed: far from overflow, and small enough that its rounding (|X| eps, a relative error of the
+    factors) stays a few units in the last place of the result."""
+    return 40.0
 
 
 def vanishing(dtype: torch.dtype) -> float:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .factors import Anchored, Factors, Halved, make_factors, vanishing
+from .choice import Source, make_factors
+from .factors import Factors, vanishing
 from .inputs import Inputs
 from .plan import Plan, plan_packed, plan_rows
 
@@ -86,7 +87,7 @@ class _Loaded(NamedTuple):
 class _Solved(NamedTuple):
     """Gate-dependent quantities of one segment after masking."""
 
-    source: Anchored | Halved
+    source: Source
     factors: Factors
     inverse: Tensor  # (I + L)^-1 [n, C, C]
     masks: tuple[Tensor, Tensor, Tensor, Tensor] | None
@@ -189,9 +190,9 @@ class _Work:
         same, reads, writes, survives = (m.to(self.dtype).repeat_interleave(heads, dim=0) for m in masks)
         return same, reads, writes, survives
 
-    def _solve(self, x: _Loaded, segment: tuple[int, int], with_grad: bool) -> _Solved:
-        source = make_factors(x.qk, x.g, with_grad)
-        factors = Factors(*(t.detach() for t in source.factors))
+    def _solve(self, x: _Loaded, segment: tuple[int, int]) -> _Solved:
+        source = make_factors(x.qk, x.g)
+        factors = source.factors
         masks = self._masks(segment, self.heads)
         if masks is not None:
             same, reads, writes, survives = masks
@@ -215,7 +216,7 @@ class _Work:
             state = initial.new_zeros(r1 - r0, *initial.shape[2:])
             for segment in self._segments():
                 x = self._load(rows, segment)
-                solved = self._solve(x, segment, False)
+                solved = self._solve(x, segment)
                 here = states[segment[0] : segment[1]] if keep else states[: segment[1] - segment[0]]
                 written, state = self._scan(x, solved, segment, state, here, initial[:, r0:r1], final[:, r0:r1])
                 o = torch.bmm(solved.factors.qke[:, 0], here.view(-1, *here.shape[2:]))
@@ -270,7 +271,7 @@ class _Work:
         return grads, dinitial
 
     def _segment_backward(self, x, do, states, segment, dstate, dfinal, dinitial):
-        solved = self._solve(x, segment, True)
+        solved = self._solve(x, segment)
         f = solved.factors
         s = states.view(-1, *states.shape[2:])
         residual = torch.baddbmm(x.v, f.qke[:, 1], s, alpha=-1)

@@ -25,9 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .constants import centred, halving, prefix_and_suffix
-
-TILE = 16
+from .constants import centred
 
 
 class Factors(NamedTuple):
@@ -35,12 +33,6 @@ class Factors(NamedTuple):
     qke: Tensor  # [n, 2, C, K]: Qe, Ke
     kd: Tensor  # [n, C, K]
     decay: Tensor  # [n, K]
-
-
-def limit(dtype: torch.dtype) -> float:
-    """Largest |X| allowed: far from overflow, and small enough that its rounding (|X| eps, a relative error of the
-    factors) stays a few units in the last place of the result."""
-    return 40.0
 
 
 def vanishing(dtype: torch.dtype) -> float:
@@ -88,114 +80,3 @@ class Anchored:
         dqk[:, 0].addcmul_(self.qk[:, 1], diagonal)
         dqk[:, 1].addcmul_(self.qk[:, 0], diagonal)
         return dqk, dg
-
-
-class Halved:
-    """Factors for any gate; the gradient is autograd's, of expressions in which nothing can overflow."""
-
-    def __init__(self, qk: Tensor, g: Tensor, with_grad: bool = False):
-        self.inputs = (qk, g)
-        with torch.set_grad_enabled(with_grad):
-            if with_grad:
-                self.inputs = (qk.detach().requires_grad_(), g.detach().requires_grad_())
-            self.factors = halved_factors(*self.inputs)
-
-    def backward(self, dpa: Tensor, dqke: Tensor, dkd: Tensor, ddecay: Tensor) -> tuple[Tensor, Tensor]:
-        dqk, dg = torch.autograd.grad(self.factors, self.inputs, (dpa, dqke, dkd, ddecay))
-        return dqk, dg
-
-
-def make_factors(qk: Tensor, g: Tensor, with_grad: bool = False) -> Anchored | Halved:
-    """The cheaper of the two ways that is exact for these gates (decided from the data; nothing is clipped)."""
-    exponents = centred(g.shape[1], g.dtype, g.device) @ g
-    low, high = exponents.aminmax()
-    if max(-float(low), float(high)) <= limit(g.dtype):
-        return Anchored(qk, g, exponents)
-    return Halved(qk, g, with_grad)
-
-
-def halved_factors(qk: Tensor, g: Tensor) -> Factors:
-    """Factors [n, ...] by halving; ``qk`` [n, 2, C, K], ``g`` [n, C, K]."""
-    n, _, size, width = qk.shape
-    tiles = size // TILE
-    gt = g.view(n * tiles, TILE, width)
-    sums = (prefix_and_suffix(TILE, g.dtype, g.device) @ gt).view(n, tiles, 2, TILE, width)
-    total = sums[:, :, 0, -1]  # [n, tiles, K]
-    near = sums.exp()
-    qkt = qk.view(n, 2, tiles, TILE, width)
-    qkp = qkt * near[:, None, :, 0]  # decayed from the start of the tile
-    ks = qkt[:, 1] * near[:, :, 1]  # decayed to the end of the tile
-    blocks = {TILE: (qkp, ks)}
-    before, after = _spans(total, tiles)
-    half = 2 * TILE
-    while half <= size:
-        span = half // TILE
-        blocks[half] = (qkp * before[span].exp()[:, None, :, None], ks * after[span].exp()[:, :, None])
-        half *= 2
-    pa = _tile_products(qk, g, qkt, gt)
-    half = TILE
-    while half < size:
-        pairs, (rows, columns) = size // (2 * half), blocks[half]
-        second = rows.view(n, 2, pairs, 2, half, width)[:, :, :, 1]
-        first = columns.view(n, 1, pairs, 2, half, width)[:, :, :, 0]
-        pa = _join(pa, second @ first.transpose(-1, -2))
-        half *= 2
-    pa = pa.squeeze(2)
-    own = (qk[:, 0] * qk[:, 1]).sum(-1)
-    pa = torch.stack([pa[:, 0] + torch.diag_embed(own), pa[:, 1]], dim=1)
-    qke, kd = blocks[size]
-    return Factors(pa, qke.reshape(n, 2, size, width), kd.reshape(n, size, width), total.sum(1).exp())
-
-
-def _spans(total: Tensor, tiles: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Sums of whole tiles before and after each tile inside its block of 2, 4, ... tiles: {span: [n, tiles, K]}."""
-    before: dict[int, Tensor] = {}
-    after: dict[int, Tensor] = {}
-    span = 2
-    while span <= tiles:
-        index, other = torch.arange(tiles)[:, None], torch.arange(tiles)[None, :]
-        block = index // span == other // span
-        for where, table in ((other < index, before), (other > index, after)):
-            table[span] = (block & where).to(total) @ total
-        span *= 2
-    return before, after
-
-
-def _join(diagonal: Tensor, corner: Tensor) -> Tensor:
-    """[n, 2, 2m, h, h] and [n, 2, m, h, h] -> [n, 2, m, 2h, 2h], corners below the diagonal blocks."""
-    n, two, count, half, _ = diagonal.shape
-    pair = diagonal.view(n, two, count // 2, 2, half, half)
-    top = torch.cat([pair[:, :, :, 0], torch.zeros_like(corner)], dim=-1)
-    bottom = torch.cat([corner, pair[:, :, :, 1]], dim=-1)
-    return torch.cat([top, bottom], dim=-2)
-
-
-def _tile_products(qk: Tensor, g: Tensor, qkt: Tensor, gt: Tensor) -> Tensor:
-    """Strictly lower products inside 16-token tiles: [n, 2, tiles, 16, 16]."""
-    n, _, tiles, _, width = qkt.shape
-    exponents = centred(TILE, g.dtype, g.device) @ gt  # [n * tiles, 16, K]
-    strong = exponents.detach().abs().amax((1, 2)) > limit(g.dtype)
-    index = strong.nonzero().squeeze(1)
-    if len(index) < len(strong):
-        exponents = exponents.masked_fill(strong[:, None, None], 0).view(n, 1, tiles, TILE, width)
-        product = (qkt * exponents.exp()) @ (qkt[:, 1:] * (-exponents).exp()).transpose(-1, -2)
-        product = product.tril(-1)
-        if not len(index):
-            return product
-    tile_qk = qkt.transpose(1, 2).reshape(n * tiles, 2, TILE, width)
-    if len(index) == len(strong):
-        return _halved_tiles(tile_qk, gt).view(n, tiles, 2, TILE, TILE).transpose(1, 2).contiguous()
-    exact = _halved_tiles(tile_qk[index], gt[index])
-    flat = product.transpose(1, 2).reshape(n * tiles, 2, TILE, TILE).index_copy(0, index, exact)
-    return flat.view(n, tiles, 2, TILE, TILE).transpose(1, 2).contiguous()
-
-
-def _halved_tiles(qk: Tensor, g: Tensor) -> Tensor:
-    """The four last levels for tiles [m, 2, 16, K]: every factor is at most 1, each level's product is masked."""
-    m, _, size, width = qk.shape
-    sums, masks = halving(size, g.dtype, g.device)
-    levels = len(sums)
-    factor = (sums.view(levels * size, size) @ g).exp().view(m, 1, levels, size, width)
-    scaled = qk.unsqueeze(2) * factor  # [m, 2, levels, 16, K]
-    product = scaled.reshape(m, 2, levels, size, width) @ scaled[:, 1:].transpose(-1, -2)
-    return (product * masks).sum(2)

@@ -66,7 +66,7 @@ class Report:
         return _template().render(
             run=run, m=self.metrics, tiles=self._tiles(), findings=self.findings, dur=duration,
             timeline=mark(timeline_svg(self.ledger)), tree=mark(_tree_html(self.ledger, self.contributions)),
-            costs=self._costs(), cost_name="cost" if self.metrics.cost else "cost (no prices given)",
+            costs=self._costs(),
             contributions=self.contributions, method=METHODS[self.contributions.method] if self.contributions else "",
             notes=[{"at": duration(max(0.0, n["time"] - started)), **n} for n in notes],
             table=parse_table(run["text"] or ""),
@@ -128,7 +128,7 @@ class Report:
         whole = rows[-1]
         for row in rows:
             row["agent"] = "orchestrator" if row["agent"] == MAIN else row["agent"]
-            row["money"] = _money(row["cost"])
+            row["money"] = _money(row["cost"]) if whole["cost"] else "no prices"
             part, of = (row["cost"], whole["cost"]) if whole["cost"] else (row["tokens_in"], whole["tokens_in"])
             row["share"] = part / of if of else 0.0
         return rows
@@ -159,7 +159,7 @@ def _node_html(
     state, value = node["outcome"] or "running", value_of.get(node["id"])
     name = "orchestrator" if main else f"{node['id']} {node['agent']}"
     first = " ".join((task["prompt"] or "").split())[:160]
-    numbers = [f"{node['steps'] or 0} steps", f"{_big(node['own']['tokens_in'] + node['own']['tokens_out'])} tokens"]
+    numbers = [_steps(node["steps"] or 0), f"{_big(node['own']['tokens_in'] + node['own']['tokens_out'])} tokens"]
     if node["children"]:
         numbers.append(f"{_big(node['total']['tokens_in'] + node['total']['tokens_out'])} with sub-agents")
     if node["own"]["cost"]:
@@ -198,6 +198,10 @@ def _transcript(ledger: Ledger) -> str:
             break
     title = '<span class="soft">conversation of the orchestrator</span>'
     return f'<details><summary>{title}</summary><div class="inside">{"".join(parts)}</div></details>'
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + ("" if count == 1 else "s")
 
 
 def _cut(text: str) -> str:

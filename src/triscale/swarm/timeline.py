@@ -143,6 +143,8 @@ def _concurrency(tasks: Sequence[dict[str, Any]], x: Any, begin: float, length: 
     for time in sorted(edges):
         level += edges[time]
         peak = max(peak, level)
+        if steps and (time - steps[-1][0]) * 1000 < length:  # a slot that is free for an instant is not drawn
+            time = steps.pop()[0]
         steps.append((time, level))
     y = lambda n: top + CHART - CHART * n / max(peak, 1)
     path, last = [f"M{x(begin):.1f},{y(0):.1f}"], 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ConfigError
-from .tokenizer import BOS, Tokenizer
+from .tokenizer import Tokenizer
 
 ADJECTIVES = (
     "amber", "brisk", "coral", "dusty", "early", "faint", "golden", "hollow", "icy", "jolly", "keen", "lunar", "misty",
@@ -73,7 +73,7 @@ def _example(
         raise ConfigError("needle.length", f"{length} tokens are too few", f"This tokenizer needs {length - room}")
     hay = _sentences(tokenizer, room, name, code, draw) if filler is None else _stretch(filler, room, draw)
     before = round(depth * room)
-    tokens = [tokenizer.token_id(BOS), *hay[:before], *needle, *hay[before:], *question, *answer]
+    tokens = [tokenizer.document_ends()[0], *hay[:before], *needle, *hay[before:], *question, *answer]
     return NeedleExample(tuple(tokens), length - len(answer), length, 1 + before, code)
 
 

@@ -133,7 +133,7 @@ def prepare(config: DataConfig, cache_dir: str | Path, progress: Progress | None
     """
     tell = progress or (lambda stage, done, total: None)
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    if given is not None and not {BOS, EOS} <= given.special.keys():
+    if given is not None and (given.bos is None or given.eos is None):
         raise ConfigError("data.tokenizer", f"{config.tokenizer} lacks the special tokens {BOS} and {EOS}")
     parts = ingredients(config.corpus.build())
     entries, report = _survey(config, parts, tell)
@@ -237,7 +237,7 @@ def _build(
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.tmp-"))
     try:
         tokenizer = given or _train(config, parts, entries, tell)
-        bos, eos = tokenizer.token_id(BOS), tokenizer.token_id(EOS)
+        bos, eos = tokenizer.document_ends()
         tokenizer.save(work / "tokenizer.json")
         writers = {split: StoreWriter(work, split, tokenizer.vocabulary_size) for split in (TRAIN, HELDOUT)}
         total = sum(entry.bytes for entry in entries if entry.split != DROPPED)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..config import TriScaleError
-from .tokenizer import BOS, EOS, Tokenizer
+from .tokenizer import Tokenizer
 
 
 class TokenStore:
@@ -47,7 +47,7 @@ class TokenStore:
     @classmethod
     def of_texts(cls, tokenizer: Tokenizer, texts: Mapping[str, str]) -> TokenStore:
         """A store in memory of a few texts ``{id: text}``, for evaluating on one's own."""
-        bos, eos = tokenizer.token_id(BOS), tokenizer.token_id(EOS)
+        bos, eos = tokenizer.document_ends()
         documents = [[bos, *ids, eos] for ids in tokenizer.encode_batch(list(texts.values()))]
         tokens = np.asarray([i for document in documents for i in document], np.int64)
         rows = [(len(ids), len(text.encode()), 0) for ids, text in zip(documents, texts.values(), strict=True)]

@@ -23,6 +23,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from ..config import ConfigError, TriScaleError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+# what published vocabularies call them, the first that exists counts
+BOS_NAMES = (BOS, "[BOS]", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<s>")
+EOS_NAMES = (EOS, "[EOS]", "<|end_of_text|>", "<|end▁of▁sentence|>", "<|endoftext|>", "</s>")
+PAD_NAMES = (PAD, "[PAD]", "<pad>")
 CHAT_MARKERS = (
     "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<think>", "</think>",
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
@@ -67,7 +71,10 @@ class Tokenizer:
             raise TriScaleError("this tokenizer is not byte-level BPE; give one whose decoder is ByteLevel")
         added = inner.get_added_tokens_decoder()
         self.special: dict[str, int] = {token.content: i for i, token in sorted(added.items()) if token.special}
-        self.bos, self.eos, self.pad = (self.special.get(name) for name in (BOS, EOS, PAD))
+        self.bos, self.eos, self.pad = (
+            next((self.special[name] for name in names if name in self.special), None)
+            for names in (BOS_NAMES, EOS_NAMES, PAD_NAMES)
+        )
         self.vocabulary_size: int = 1 + max(inner.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -143,6 +150,12 @@ class Tokenizer:
         if special not in self.special:
             raise TriScaleError(f"this tokenizer has no special token {special!r}; it has {', '.join(self.special)}")
         return self.special[special]
+
+    def document_ends(self) -> tuple[int, int]:
+        """The ids that open and close a document; raises :class:`TriScaleError` if this vocabulary lacks them."""
+        if self.bos is None or self.eos is None:
+            raise TriScaleError(f"this tokenizer lacks special tokens that open and close a document ({BOS}, {EOS})")
+        return self.bos, self.eos
 
     def _bytes_of(self, i: int, show_special: bool) -> bytes:
         if show_special and i in self._special_names:

@@ -68,9 +68,14 @@ def orchestrator(with_tools: bool):
 
 
 def names_something_real(module: str, answer: str) -> bool:
-    """Whether the answer holds a public name of the module, other than the module's own."""
-    names = {name for name in dir(importlib.import_module(module)) if not name.startswith("_")} - {module}
-    return bool(names & set(re.findall(r"\w+", answer)))
+    """Whether the answer holds a function or class that the module defines, other than one called like the module."""
+    defined = {
+        name
+        for name, value in vars(importlib.import_module(module)).items()
+        if callable(value) and (getattr(value, "__module__", "") or "").lstrip("_").split(".")[0] == module
+    }
+    public = {name for name in defined - {module} if not name.startswith("_")}
+    return bool(public & set(re.findall(r"\w+", answer)))
 
 
 def main() -> None:

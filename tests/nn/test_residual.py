@@ -194,3 +194,35 @@ def test_config_round_trip_and_errors():
     assert to_dict(config) == {"block": 6}
     with pytest.raises(ConfigError, match="block"):
         from_dict(BlockAttentionResidual.Config, {"block": 0})
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_phase_with_the_norm_for_any_dtype_and_number_of_tokens(tokens, dtype):
+    plain, linked = (Sublayers(BlockAttentionResidual.Config(block=3), 5).to(dtype) for _ in range(2))
+    link_depth(list(linked.connections), linked.output)
+    x = embedding()[:, :tokens].to(dtype)
+    with torch.no_grad():
+        tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(linked(x), plain(x), **tolerance)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_two_phase_follows_changed_weights(mode):
+    plain, linked = (Sublayers(BlockAttentionResidual.Config(block=3), 4) for _ in range(2))
+    link_depth(list(linked.connections), linked.output)
+    for step in range(3):
+        with mode():
+            torch.testing.assert_close(linked(embedding(step)), plain(embedding(step)))
+        with torch.no_grad():
+            for model in (plain, linked):
+                for connection in model.connections:
+                    connection.proj.weight.add_(0.3)
+                    connection.norm.weight = nn.Parameter(connection.norm.weight * 1.1)
+
+
+def test_two_phase_stays_off_in_training():
+    model, used = Sublayers(BlockAttentionResidual.Config(block=3), 4), []
+    link_depth(list(model.connections), model.output)
+    model(embedding(), each=lambda _, state: used.append(state.ahead)).sum().backward()
+    assert used == [None] * 8

@@ -20,21 +20,19 @@ reads the finished block as a separate source; its write then seals that block a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triscale.config import Role
 from triscale.ops.depth_attention import inverse_rms_of, mix_over_depth
 
+from . import two_phase
 from .context import BuildContext
 from .norm import RMSNorm
-
-# Elements of the two-phase buffer above which inference falls back to the plain form (256 MB of fp32).
-TWO_PHASE_LIMIT = 1 << 26
 
 
 class StandardResidual(nn.Module):
@@ -64,22 +62,13 @@ class StandardResidual(nn.Module):
         return 0
 
 
-class Ahead(NamedTuple):
-    """Phase one of the two-phase form: the coming sublayers' queries against the sealed blocks, done together."""
-
-    first: int  # sublayer index of row 0
-    folded: Tensor  # [Q, D] query * norm weight
-    mixed: Tensor  # [Q, tokens, D] normalised mixtures of the sealed blocks
-    log_sum: Tensor  # [Q, tokens] log of the sum of exponentiated scores
-
-
 class DepthState(NamedTuple):
     """Sealed blocks (the first is the embedding; shared references, never copied) and the open block's sum."""
 
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
     inverse_rms: tuple[Tensor, ...] = ()  # one [tokens] tensor per sealed block, constant through autograd
-    ahead: Ahead | None = None
+    ahead: two_phase.Ahead | None = None
 
 
 class AttentionResidual(nn.Module):
@@ -107,18 +96,22 @@ class AttentionResidual(nn.Module):
         self.proj = nn.Linear(context.width, 1, bias=False, **context.factory)
         nn.init.zeros_(self.proj.weight)
         self.norm = RMSNorm(context.width, context.norm_eps, **context.factory)
+        self._folded: tuple[tuple, Tensor] | None = None
         self.following: tuple[AttentionResidual, ...] = ()  # set by link_depth; a tuple, so not a submodule
 
     def read(self, state: DepthState, norm: nn.Module | None = None) -> Tensor:
         """[1, N, width]: the mixture over depth, with ``norm`` applied when given (fused: nothing more is kept)."""
         first = state.blocks[0] if state.blocks else state.partial
         assert first is not None
-        with torch.autocast(first.device.type, enabled=False):  # scores, softmax and sum stay fp32
+        with _no_autocast(first.device.type):  # scores, softmax and sum stay fp32
             return self._read(state, norm)
 
     def _read(self, state: DepthState, norm: nn.Module | None) -> Tensor:
         if state.ahead is not None and state.partial is not None:
-            mixed = self._merge(state.ahead, state.partial)
+            row = len(state.ahead.folded) - 1 if self.index is None else self.index - state.ahead.first
+            mixed = two_phase.merge(state.ahead, row, state.partial, self.norm.eps)
+            if isinstance(norm, RMSNorm):
+                return two_phase.normalize(mixed, norm.weight, norm.eps)
             return mixed if norm is None else norm(mixed)
         sources = [*state.blocks] if state.partial is None else [*state.blocks, state.partial]
         fused = isinstance(norm, RMSNorm) and len(sources) > 1
@@ -140,35 +133,40 @@ class AttentionResidual(nn.Module):
         assert first is not None
         output = output.to(first.dtype)  # sums are kept in the embedding's dtype, also under autocast
         if partial is not None and self.index % self.block == 0:
-            with torch.autocast(partial.device.type, enabled=False):
-                blocks, inverse = (*blocks, partial), (*inverse, inverse_rms_of(partial, self.norm.eps))
-                return DepthState(blocks, output, inverse, self._look_ahead(blocks, inverse))
+            with _no_autocast(partial.device.type):
+                return self._seal((*blocks, partial), inverse, output)
         # out of place: `partial` is also a source that backward needs
         return DepthState(blocks, output if partial is None else partial + output, inverse, ahead)
 
-    def _look_ahead(self, blocks: Sequence[Tensor], inverse: Sequence[Tensor]) -> Ahead | None:
-        """Phase one, in inference only: one pass over the sealed blocks for all sublayers that will read them."""
-        rows, tokens = len(self.following), inverse[0].numel()
-        if rows < 2 or torch.is_grad_enabled() or rows * blocks[0].numel() > TWO_PHASE_LIMIT:
-            return None
-        if any(hasattr(other.proj.weight, "device_mesh") for other in self.following):
-            return None  # sharded (DTensor): other layers' queries are not at hand
-        work = inverse[0].dtype
-        queries = torch.cat([other.proj.weight for other in self.following]).to(work)
-        folded = queries * torch.stack([other.norm.weight for other in self.following]).to(work)
-        values = torch.stack(tuple(blocks)).reshape(len(blocks), tokens, -1).to(work)
-        scores = (values @ folded.mT).mul_(torch.stack(tuple(inverse))[..., None])  # [n, tokens, Q]
-        mixed = torch.einsum("ntq,ntd->qtd", torch.softmax(scores, 0), values)
-        assert self.index is not None
-        return Ahead(self.index + 1, folded, mixed, torch.logsumexp(scores, 0).mT)
+    def _seal(self, blocks: tuple[Tensor, ...], inverse: tuple[Tensor, ...], output: Tensor) -> DepthState:
+        if len(self.following) > 1 and not torch.is_grad_enabled():
+            folded = self._folded_queries(blocks[0].dtype)
+            if folded is not None and len(folded) * blocks[0].numel() <= two_phase.LIMIT:
+                assert self.index is not None
+                return DepthState(
+                    blocks, output, (), two_phase.look_ahead(self.index + 1, blocks, folded, self.norm.eps)
+                )
+        # known for a prefix of the blocks only after two-phase steps, where nothing is known: start over
+        known = inverse if len(inverse) == len(blocks) - 1 else ()
+        missing = tuple(inverse_rms_of(block, self.norm.eps) for block in blocks[len(known) :])
+        return DepthState(blocks, output, (*known, *missing))
 
-    def _merge(self, ahead: Ahead, partial: Tensor) -> Tensor:
-        """Phase two: online-softmax merge of the open block's sum, h = (1 - a) mixed + a partial."""
-        row = len(ahead.folded) - 1 if self.index is None else self.index - ahead.first
-        value = partial.reshape(ahead.mixed.shape[1:]).to(ahead.mixed.dtype)
-        score = F.rms_norm(value, value.shape[-1:], None, self.norm.eps) @ ahead.folded[row]
-        weight = torch.sigmoid(score - ahead.log_sum[row])
-        return torch.lerp(ahead.mixed[row], value, weight[:, None]).to(partial.dtype).reshape(partial.shape)
+    def _folded_queries(self, dtype: torch.dtype) -> Tensor | None:
+        """[Q, width] query * norm weight of the sublayers that read the blocks sealed here; None if sharded.
+
+        Kept until one of the parameters changes, moves or is replaced.
+        """
+        queries = [other.proj.weight for other in self.following]
+        norms = [other.norm.weight for other in self.following]
+        if any(hasattr(query, "device_mesh") for query in queries):
+            return None  # DTensors: other layers' parameters are not at hand
+        work = torch.promote_types(dtype, torch.float32)
+        if queries[0].is_inference():  # made in inference mode: no version counter, so nothing can be kept
+            return torch.cat(queries).to(work) * torch.stack(norms).to(work)
+        key = (work, *((p.data_ptr(), p._version) for p in (*queries, *norms)))
+        if self._folded is None or self._folded[0] != key:
+            self._folded = key, torch.cat(queries).to(work) * torch.stack(norms).to(work)
+        return self._folded[1]
 
     def parameter_roles(self) -> dict[str, Role]:
         return {"proj.weight": Role(kind="depth_query", initial="zeros")}
@@ -221,6 +219,10 @@ def link_depth(connections: Sequence[nn.Module], output: nn.Module) -> None:
         assert isinstance(connection, AttentionResidual)
         readers = chain[place + 1 : place + 1 + connection.block] if place % connection.block == 0 else []
         connection.following = tuple(readers)  # type: ignore[arg-type]
+
+
+def _no_autocast(device: str) -> AbstractContextManager:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _identity(embedding: Tensor) -> Tensor:

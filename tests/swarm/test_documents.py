@@ -129,3 +129,36 @@ def test_passages_cover_the_text_in_order(parts):
 
 def test_an_unclosed_element_does_not_swallow_the_page():
     assert html_text("<nav><svg></nav>seen") == ("", "seen")
+
+
+def test_a_document_that_broke_is_no_longer_found(folder, tmp_path):
+    path = tmp_path / "index.sqlite"
+    DocumentIndex.from_folder(folder, path=path).close()
+    (folder / "d.pdf").write_bytes(b"%PDF-1.4 torn")
+    index = DocumentIndex.from_folder(folder, path=path)
+    assert "d.pdf" in index.problems and not index.search("sledges") and "d.pdf" not in index.names()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.lists(st.sampled_from(["red", "blue", "green"]), max_size=3)), max_size=8
+    )
+)
+def test_the_index_holds_the_last_version_of_each_document(changes):
+    index, truth = DocumentIndex(), {}
+    for name, words in changes:
+        if words:
+            truth[name] = set(words)
+            index.add(name, " ".join(words))
+        else:
+            truth.pop(name, None)
+            index.remove(name)
+    for word in ("red", "blue", "green"):
+        assert {h.document for h in index.search(word)} == {n for n, words in truth.items() if word in words}
+
+
+def test_reading_a_large_folder_says_how_far_it_is(folder, monkeypatch, capsys):
+    ticks = iter(range(0, 1000, 3))
+    monkeypatch.setattr("triscale.swarm.tools.documents.time.monotonic", lambda: next(ticks))
+    DocumentIndex.from_folder(folder)
+    assert "documents after" in capsys.readouterr().err

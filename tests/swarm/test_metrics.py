@@ -109,3 +109,26 @@ def test_peak_concurrency_is_the_fullest_moment(items):
     intervals = [(start, start + length) for start, length in items]
     slow = max((sum(a <= t < b for a, b in intervals) for t in range(30)), default=0)
     assert peak_concurrency(intervals) == slow
+
+
+def test_nested_delegation():
+    """main -> t1.0 -> two children of 2 and 3 steps; the middle agent's own CriticalSteps are its steps in main's stage."""
+    log = Log(concurrent=2).model("main", 1, calls=[("assign_task", "{}")]).assign("t1.0", 1, 0).start("t1.0")
+    log.model("t1.0", 1, calls=[("assign_task", "{}")] * 2)
+    kids = [f"t1.0/t1.{i}" for i in (0, 1)]
+    for place, kid in enumerate(kids):
+        log.assign(kid, 1, place, owner="t1.0", depth=2).start(kid)
+    begin = log.time
+    for kid, steps in zip(kids, (2, 3), strict=True):
+        log.at(begin)
+        for step in range(1, steps):
+            log.model(kid, step, calls=[("search", "{}")]).tool(kid, step, 0)
+        log.model(kid, steps).end(kid, steps=steps)
+    log.at(begin + 5).model("t1.0", 2).end("t1.0", steps=2).model("main", 2).result()
+    metrics, paths = measure(log.ledger()), Paths(log.ledger())
+    assert metrics.critical_steps_turns == 1 + ((1 + 3) + 1)
+    assert metrics.critical_path == pytest.approx(1 + (1 + 5 + 1) + 1)
+    assert metrics.makespan == pytest.approx(9) and metrics.bound == pytest.approx(1)
+    assert paths.critical_chain() == {"t1.0", "t1.0/t1.1"}
+    tree = log.ledger().tree()
+    assert [c["id"] for c in tree["children"]] == ["t1.0"] and len(tree["children"][0]["children"]) == 2

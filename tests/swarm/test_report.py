@@ -146,3 +146,28 @@ def test_only_a_swarm_and_a_single_agent_of_one_task_are_compared(tmp_path):
         compare_runs(first.directory, other.directory)
     done = CliRunner().invoke(compare, [str(first.directory)])
     assert isinstance(done.exception, ConfigError)
+
+
+def test_compare_makes_the_twin_of_a_finished_run(tmp_path):
+    from triscale.cli.swarm import run
+
+    made = CliRunner().invoke(run, ["--world", "wide:entities=5", "--virtual", "--out", str(tmp_path / "r"), "--quiet"])
+    assert made.exit_code == 0, made.output
+    done = json.loads(CliRunner().invoke(compare, [str(tmp_path / "r"), "--json"]).output)
+    assert done["numbers"]["seconds"]["swarm"] == 6.0 and done["numbers"]["seconds"]["single"] == 16.0
+    assert done["numbers"]["item_f1"] == {"swarm": 1.0, "single": 1.0, "ratio": 1.0}
+    events = (tmp_path / "r-single" / "events.jsonl").read_text()
+    again = json.loads(CliRunner().invoke(compare, [str(tmp_path / "r"), "--json"]).output)
+    assert again == done and len((tmp_path / "r-single" / "events.jsonl").read_text()) < len(events) + 2000
+
+
+def test_the_width_study_writes_its_figure_and_its_numbers(tmp_path):
+    from triscale.studies import swarm_width
+
+    pytest.importorskip("matplotlib")
+    rows = swarm_width.run(tmp_path, widths=[1, 5], seeds=[0])
+    assert {p.name for p in tmp_path.iterdir()} == {"README.md", "results.csv", "results.json", "time-and-cost.svg"}
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
+    wide = {(r["width"], r["arm"]): r for r in rows if r["kind"] == "wide"}
+    assert wide[5, "swarm, 1 item each"]["seconds"] < wide[5, "single agent"]["seconds"]
+    assert all(r["item_f1"] == 1 for r in wide.values())

@@ -79,3 +79,37 @@ def test_a_collector_that_refuses_is_named(tmp_path):
     _, _, ledger = run_world("wide:entities=2", tmp_path)
     with pytest.raises(TriScaleError, match="OTEL_EXPORTER_OTLP_ENDPOINT"):
         export_trace(ledger, Refusing())
+
+
+def test_the_wire_form_is_what_a_collector_reads(tmp_path, monkeypatch):
+    """The OTLP exporter against a collector that decodes the request with OpenTelemetry's own protocol classes."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            import gzip
+
+            body = self.rfile.read(int(self.headers["content-length"]))
+            body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            received.append((self.path, service.ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    _, _, ledger = run_world("wide:entities=2", tmp_path)
+    trace = export_trace(ledger)
+    server.shutdown()
+    server.server_close()
+    assert [path for path, _ in received] == ["/v1/traces"]
+    spans = [s for _, r in received for rs in r.resource_spans for ss in rs.scope_spans for s in ss.spans]
+    assert {s.trace_id.hex() for s in spans} == {trace}
+    assert len(spans) == len(spans_of(ledger)[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,28 +116,29 @@ def _contributions(
 @click.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--world", help="Run both in a look-up world with scripted agents, for example wide:entities=50.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the two runs of --world.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the run or runs that are made.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(runs: tuple[Path, ...], world: str | None, out: Path | None, as_json: bool) -> None:
     """Put a swarm beside its single-agent twin: same task, tools and limits.
 
-    Give two finished RUNS of one task (one made with --single), or --world to make both now.
+    Give one finished RUN to make its twin now (in RUN-single, with RUN's config), two RUNS of one task to compare what
+    is there, or --world to make both in a look-up world.
     """
     from triscale.config import ConfigError
+    from triscale.swarm.ledger import Ledger
     from triscale.swarm.twin import compare_runs
 
+    for run in runs:
+        if not run.is_dir():
+            raise ConfigError("run", f"{str(run)!r} is not the folder of a run")
     if world is not None and not runs:
         comparison = _compare_world(world, out)
-    elif len(runs) == 2 and world is None:
-        from triscale.swarm.ledger import Ledger
-
-        for run in runs:
-            if not run.exists():
-                raise ConfigError("run", f"{str(run)!r} does not exist")
+    elif len(runs) in (1, 2) and world is None:
+        second = runs[1] if len(runs) == 2 else _make_twin(runs[0], out, quiet=as_json)
         made_in = _world_of(Ledger.of_run(runs[0]))
-        comparison = compare_runs(runs[0], runs[1], made_in.score if made_in else None)
+        comparison = compare_runs(runs[0], second, made_in.score if made_in else None)
     else:
-        raise ConfigError("runs", f"{len(runs)} given", "Give two run folders, or --world SPEC and no folder")
+        raise ConfigError("runs", f"{len(runs)} given", "Give one or two run folders, or --world SPEC and no folder")
     result = comparison.to_dict()
     if as_json:
         click.echo(json.dumps(result, ensure_ascii=False))
@@ -149,6 +151,31 @@ def compare(runs: tuple[Path, ...], world: str | None, out: Path | None, as_json
     click.echo("")
     for sentence in [*result["verdict"], result["remark"]]:
         click.echo(sentence)
+
+
+def _make_twin(run: Path, out: Path | None, *, quiet: bool) -> Path:
+    """Run the single agent of a swarm run's own config; one that was interrupted goes on, a finished one stands."""
+    from triscale.config import ConfigError, read_toml
+    from triscale.swarm import clock
+    from triscale.swarm.config import load_config, prepare, save_config
+    from triscale.swarm.live import LiveView
+    from triscale.swarm.twin import twin_limits
+
+    if not (run / "config.toml").exists():
+        raise ConfigError("run", f"{str(run)!r} holds no config.toml", "Runs made by `triscale swarm run` have one")
+    config = load_config(None, {"mode": "single"}, base=read_toml(run / "config.toml"))
+    config = replace(config, limits=twin_limits(config.limits))
+    folder = out or run.with_name(run.name + "-single")
+    save_config(config, folder)
+
+    async def twin() -> None:
+        view = LiveView(quiet=quiet)
+        prepared = await prepare(config, folder, (view.take,))
+        with view:
+            await prepared.swarm.run(prepared.task)
+
+    clock.run(twin(), virtual=config.virtual)
+    return folder
 
 
 def _compare_world(spec: str, out: Path | None) -> Comparison:

@@ -139,7 +139,8 @@ def _concurrency(tasks: Sequence[dict[str, Any]], x: Any, begin: float, length: 
         if task["id"] != MAIN:
             edges[task["active_start"]] += 1
             edges[task["active_end"]] -= 1
-    level, peak, steps = 0, 0, []
+    level, peak = 0, 0
+    steps: list[tuple[float, int]] = []
     for time in sorted(edges):
         level += edges[time]
         peak = max(peak, level)

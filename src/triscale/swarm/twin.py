@@ -124,7 +124,7 @@ async def run_twins(
     main = replace(swarm, directory=directory / "swarm", mode="swarm", close_clients=False)
     twin = replace(
         swarm, client=single_client or swarm.client, subagent_client=None, directory=directory / "single",
-        mode="single", limits=_same_budget(swarm.limits), close_clients=False,
+        mode="single", limits=twin_limits(swarm.limits), close_clients=False,
     )  # fmt: skip
     try:
         await main.run(task)
@@ -137,8 +137,9 @@ async def run_twins(
     return compare_runs(directory / "swarm", directory / "single", score)
 
 
-def _same_budget(limits: Limits) -> Limits:
-    """The longest chain of steps a swarm may take is each of the orchestrator's with a whole sub-agent behind it."""
+def twin_limits(limits: Limits) -> Limits:
+    """The twin's limits: as given, but as many steps as the longest chain of a swarm, which is each of the
+    orchestrator's with a whole sub-agent behind it. Tokens, money and time stay the same."""
     return replace(limits, orchestrator_steps=limits.orchestrator_steps * (1 + limits.subagent_steps))
 
 

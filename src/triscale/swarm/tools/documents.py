@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -21,6 +23,7 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".markdown", ".rst", ".csv", ".tsv", "
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 PDF_SUFFIXES = frozenset({".pdf"})
 PASSAGE_WORDS = 180
+COMMIT_EVERY = 500  # documents
 _TOKENIZER = "porter unicode61 remove_diacritics 2"
 
 
@@ -47,7 +50,8 @@ class DocumentIndex:
         self._base = sqlite3.connect(str(path) if path else ":memory:", check_same_thread=False)
         try:
             self._base.executescript(f"""
-                CREATE TABLE IF NOT EXISTS document(name TEXT PRIMARY KEY, title TEXT, text TEXT, size INT, mtime REAL);
+                CREATE TABLE IF NOT EXISTS document(name TEXT PRIMARY KEY, title TEXT, text TEXT, size INT, mtime REAL,
+                    first INT, last INT);
                 CREATE VIRTUAL TABLE IF NOT EXISTS passage USING fts5(
                     document UNINDEXED, title, text, start UNINDEXED, tokenize='{_TOKENIZER}');
             """)
@@ -57,8 +61,10 @@ class DocumentIndex:
                 f"this Python's SQLite {sqlite3.sqlite_version} cannot index text ({error})",
                 "Use a Python built with the FTS5 extension (python.org, conda and Debian have it)",
             ) from error
-        for name, text in (documents or {}).items():
-            self.add(name, text)
+        self._next: int = self._base.execute("SELECT coalesce(max(last), 0) + 1 FROM document").fetchone()[0]
+        with self._base:
+            for name, text in (documents or {}).items():
+                self._insert(name, text, "", -1, -1.0)
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, path: str | Path | None = None) -> DocumentIndex:
@@ -74,9 +80,11 @@ class DocumentIndex:
             raise ConfigError("docs", f"{str(folder)!r} is not a folder", "Give a folder of documents")
         with self._lock:
             known = {n: (s, m) for n, s, m in self._base.execute("SELECT name, size, mtime FROM document")}
-        seen = set()
+        seen: set[str] = set()
+        progress = _Progress(root)
         for name, file in document_files(root):
             state = file.stat()
+            progress.tell(len(seen))
             seen.add(name)
             if known.get(name) == (state.st_size, state.st_mtime):
                 continue
@@ -84,26 +92,41 @@ class DocumentIndex:
                 title, text = extract(file)
             except Exception as error:  # a broken document must not cost the user the other ones
                 self.problems[name] = f"{type(error).__name__}: {error}"
+                self.remove(name)
                 continue
-            self.add(name, text, title, state.st_size, state.st_mtime)
+            with self._lock:
+                self._insert(name, text, title, state.st_size, state.st_mtime)
+                if len(seen) % COMMIT_EVERY == 0:
+                    self._base.commit()
         for name in known.keys() - seen:
             self.remove(name)
+        with self._lock:
+            self._base.commit()
 
-    def add(self, name: str, text: str, title: str = "", size: int = -1, mtime: float = -1.0) -> None:
+    def add(self, name: str, text: str, title: str = "") -> None:
         """Add or replace one document."""
-        title = title or _title(text) or name
-        self.remove(name)
         with self._lock, self._base:
-            self._base.execute("INSERT INTO document VALUES (?, ?, ?, ?, ?)", (name, title, text, size, mtime))
-            self._base.executemany(
-                "INSERT INTO passage(document, title, text, start) VALUES (?, ?, ?, ?)",
-                [(name, title, passage, start) for start, passage in passages(text)],
-            )
+            self._insert(name, text, title, -1, -1.0)
+
+    def _insert(self, name: str, text: str, title: str, size: int, mtime: float) -> None:
+        title = title or _title(text) or name
+        self._delete(name)
+        first = self._next
+        rows = [(row, name, title, text, start) for row, (start, text) in enumerate(passages(text), first)]
+        self._next += len(rows)
+        self._base.executemany("INSERT INTO passage(rowid, document, title, text, start) VALUES (?, ?, ?, ?, ?)", rows)
+        self._base.execute("INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?)",
+                           (name, title, text, size, mtime, first, first + len(rows) - 1))  # fmt: skip
 
     def remove(self, name: str) -> None:
         with self._lock, self._base:
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        rows = self._base.execute("SELECT first, last FROM document WHERE name = ?", (name,)).fetchone()
+        if rows is not None:  # by row: a search for the name would read the whole index
+            self._base.execute("DELETE FROM passage WHERE rowid BETWEEN ? AND ?", rows)
             self._base.execute("DELETE FROM document WHERE name = ?", (name,))
-            self._base.execute("DELETE FROM passage WHERE document = ?", (name,))
 
     def names(self) -> list[str]:
         with self._lock:
@@ -145,6 +168,19 @@ class DocumentIndex:
 
     def close(self) -> None:
         self._base.close()
+
+
+class _Progress:
+    """Says on stderr how far reading a folder is, from the second second on and then every five."""
+
+    def __init__(self, root: Path):
+        self.root, self.begin, self.next = root, time.monotonic(), 2.0
+
+    def tell(self, done: int) -> None:
+        passed = time.monotonic() - self.begin
+        if passed >= self.next:
+            self.next = passed + 5.0
+            print(f"reading {self.root}: {done} documents after {passed:.0f} s", file=sys.stderr, flush=True)
 
 
 def document_files(root: Path) -> Iterator[tuple[str, Path]]:

@@ -24,6 +24,7 @@ def make_run(arm, rung, seed, loss, *, flops_ratio=1.0, seconds_ratio=1.0, budge
         bits_per_byte=loss / 2.5, curve=tuple(falling) if curves else ((0.0, UNTRAINED),), budgets=budgets,
         max_logit=22.0, corpus_hash="c0ffee" * 5, python="3.12.1", packages={"torch": "2.13.0"},
         config_hash=f"{arm}-{rung}", learning_rate=0.003,
+        train_loss_curve=tuple((d, y + 0.05) for d, y in falling) if curves else (),
         grad_norm_curve=tuple((d, 1.0 + float(np.exp(-d / tokens))) for d in grid) if curves else (),
         max_logit_curve=tuple((d, 5.0 + 20 * d / tokens) for d in grid) if curves else (),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Power laws recovered from exact and noisy points, with errors that cover."""
+"""Power laws over the rungs recovered from exact and noisy points, with errors that cover."""
 
 import math
 
@@ -20,8 +20,6 @@ def test_an_exact_line_is_recovered(exponent, level, points):
     assert fit.exponent == pytest.approx(exponent, rel=1e-6)
     assert float(fit.loss(1e6)) == pytest.approx(level, rel=1e-6)
     assert fit.floor == 0.0
-    for loss in (0.9 * level, 1.1 * level):
-        assert float(fit.loss(math.exp(fit.log_x_for(loss)))) == pytest.approx(loss, rel=1e-9)
 
 
 @given(st.floats(0.2, 0.7), st.floats(0.5, 2.0))
@@ -31,7 +29,6 @@ def test_an_exact_floor_is_identified(exponent, floor):
     assert fit.floor == pytest.approx(floor, rel=1e-3)
     assert fit.exponent == pytest.approx(exponent, rel=1e-3)
     assert fit.scale == pytest.approx(2.0 * 1e6**exponent, rel=2e-2)
-    assert fit.log_x_for(floor * 0.99) == math.inf
 
 
 def test_a_floor_is_seldom_claimed_where_there_is_none():
@@ -84,12 +81,6 @@ def test_a_seed_without_a_point_still_counts():
     full = {d: 3 * (d / 1e6) ** -0.2 for d in BUDGETS[:3]}
     fit = fit_power_law({0: full, 1: {d: full[d] for d in BUDGETS[:2]}})
     assert fit.exponent == pytest.approx(0.2) and fit.seeds == 2 and fit.points == 3
-
-
-def test_a_rising_or_noisy_curve_is_not_resolved():
-    assert not fit_power_law({0: {1e6: 3.0, 2e6: 3.2}}).resolved
-    assert not fit_power_law({0: {1e6: 3.0, 2e6: 2.6, 4e6: 2.9}}).resolved
-    assert fit_power_law({0: {1e6: 3.0, 2e6: 2.7, 4e6: 2.43}}).resolved
 
 
 @pytest.mark.parametrize("points,seeds", [(2, 2), (3, 3), (4, 2)])

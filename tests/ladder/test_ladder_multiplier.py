@@ -83,15 +83,6 @@ def test_without_a_curve_there_is_no_multiplier_and_the_reason_is_given(make_sum
     assert pool([rising], "tokens") is None
 
 
-def test_below_the_floor_no_number_of_tokens_is_enough(make_record):
-    record = make_record({"arm": 1.0}, rungs=("s",), pair_sd=0, branch_sd=0)
-    floor = baseline_curve(record, record.rungs[0]).floor
-    assert floor > 0
-    runs = tuple(replace(run, loss=floor * 0.9) if run.arm == "arm" else run for run in record.runs)
-    assert "floor" in rung_of(replace(record, runs=runs)).reason
-    assert analyse(replace(record, runs=runs)).arms[0].verdict == "better"
-
-
 def test_one_seed_gives_a_multiplier_without_an_interval(make_summary):
     value, interval = as_factor(pool([rung_of(line_record(make_summary, [1.5]))], "tokens"))
     assert value == pytest.approx(1.5) and interval is None

@@ -178,6 +178,7 @@ def test_runs_are_collected_with_curves_from_their_events(make_summary, tmp_path
     (found,) = collect_runs(tmp_path)
     assert load_run(folder / "summary.json") == run
     assert found.key == ("arm", "s", 4)
+    assert found.train_loss_curve == tuple((100.0 * s, 3.0) for s in range(1, 6))
     assert found.grad_norm_curve == tuple((100.0 * s, float(s)) for s in range(1, 6))
     assert found.max_logit_curve[-1] == (500.0, 5.5)
 
@@ -188,6 +189,8 @@ def test_thinning_keeps_ends_and_spikes():
     thinned = thin(points)
     assert len(thinned) <= 121 and thinned[0] == points[0] and thinned[-1] == points[-1]
     assert (3333.0, 99.0) in thinned
+    means = thin([(float(i), float(i % 2)) for i in range(5000)], pick="mean")
+    assert len(means) <= 121 and all(0.45 < y < 0.55 for _, y in means[1:-1])
     assert thin([(0.0, float("nan")), (1.0, 2.0)]) == ((1.0, 2.0),)
 
 

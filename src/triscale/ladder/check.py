@@ -17,7 +17,7 @@ from scipy import optimize, stats
 
 from triscale.config import TriScaleError
 
-from .fits import PowerLaw
+from .budget_curve import BudgetCurve
 from .pairs import pair_rung
 from .records import Budget, LadderRecord, RunSummary
 from .statistics import ALPHA, POWER, detectable_shift, power_of
@@ -92,7 +92,7 @@ class NoiseModel:
             raise TriScaleError("the check needs an arm with two finished pairs at one rung to know the noise")
         self.pairs, self.seeds, self.branches = map(np.array, (pairs, seeds, branches))
 
-    def _curve(self, rung) -> PowerLaw:
+    def _curve(self, rung) -> BudgetCurve:
         curve = baseline_curve(self.record, rung)
         if curve is None:
             raise TriScaleError(f"the check needs baseline runs at two token budgets; rung {rung.name} has fewer")
@@ -190,7 +190,7 @@ def _template(record: LadderRecord, rung: str) -> RunSummary:
     return replace(bare, budgets=(*bare.budgets, own))
 
 
-def _branch_residuals(run: RunSummary, curve: PowerLaw) -> np.ndarray:
+def _branch_residuals(run: RunSummary, curve: BudgetCurve) -> np.ndarray:
     ends = [(end.tokens, end.loss) for end in run.budgets if end.loss is not None]
     return np.array([math.log(loss / float(curve.loss(tokens))) for tokens, loss in ends])
 

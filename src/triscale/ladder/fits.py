@@ -1,14 +1,13 @@
-"""Power laws of the loss: L(D) = a·D^-b + c over token budgets within a rung, L(C) over the rungs' FLOPs.
+"""Power laws of the loss over the rungs: L(C) = a·C^-b + c, C the training FLOPs.
 
-The line is fitted to log L against log D; a floor c is added only when the data can tell it from none (F-test). The
+The line is fitted to log L against log C; a floor c is added only when the data can tell it from none (F-test). The
 error of the fit is the larger of two honest ones: the scatter of the mean points around the curve, which includes its
-lack of fit, and the spread of the curves fitted to each seed alone. Decay branches of one trunk share their seed's
-luck, so counting every branch of every seed as an independent point would claim too much.
+lack of fit, and the spread of the curves fitted to each seed alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,6 @@ import numpy as np
 from scipy import optimize, stats
 
 from .statistics import ALPHA
-
-UNRESOLVED = 3.0  # an exponent below this many of its standard errors is not used to convert losses into tokens
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,8 @@ class PowerLaw:
         half = float(stats.t.ppf(1 - ALPHA / 2, self.df)) * float(np.sqrt(self.covariance[1, 1]))
         return self.exponent - half, self.exponent + half
 
-    @property
-    def resolved(self) -> bool:
-        """Whether the loss demonstrably falls with x, so that it can be turned around."""
-        if self.covariance is None:
-            return self.exponent > 0
-        return self.exponent > UNRESOLVED * float(np.sqrt(self.covariance[1, 1]))
-
     def loss(self, x: np.ndarray | float) -> np.ndarray:
         return _curve(self.parameters, np.log(x) - self.centre)
-
-    def log_x_for(self, loss: float, parameters: np.ndarray | None = None) -> float:
-        """log x at which the curve reaches ``loss``; infinity at or below the floor."""
-        level, exponent, *floor = self.parameters if parameters is None else parameters
-        above = loss - (floor[0] if floor else 0.0)
-        return self.centre + (level - np.log(above)) / exponent if above > 0 else float("inf")
 
     def band(self, x: np.ndarray, alpha: float = ALPHA) -> tuple[np.ndarray, np.ndarray] | None:
         """Pointwise interval of the curve (delta method on log L); None without a covariance."""
@@ -82,13 +66,6 @@ class PowerLaw:
         error = np.sqrt(np.einsum("ki,ij,kj->k", slopes, self.covariance, slopes))
         half = float(stats.t.ppf(1 - alpha / 2, self.df)) * error
         return self.loss(x) * np.exp(-half), self.loss(x) * np.exp(half)
-
-    def variance_of(self, function) -> float | None:
-        """Variance that the fit's error gives to ``function(parameters)`` (delta method)."""
-        if self.covariance is None:
-            return None
-        gradient = _numeric_gradient(function, self.parameters)
-        return float(gradient @ self.covariance @ gradient)
 
 
 def fit_power_law(losses: Mapping[int, Mapping[float, float]]) -> PowerLaw | None:
@@ -193,7 +170,8 @@ def _gradient(parameters: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.stack(columns + [1 / total] * len(floor), axis=1)
 
 
-def _numeric_gradient(function, parameters: np.ndarray) -> np.ndarray:
+def numeric_gradient(function: Callable[[np.ndarray], float], parameters: np.ndarray) -> np.ndarray:
+    """Central differences."""
     gradient = np.empty(len(parameters))
     for i, value in enumerate(parameters):
         step = np.zeros(len(parameters))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .fits import PowerLaw
-from .pairs import RungPairs
+from .budget_curve import BudgetCurve
+from .pairs import Pair, RungPairs
 from .statistics import Estimate, combine, pooled_deviation
 
 COSTS = ("tokens", "flops", "seconds")
@@ -37,7 +37,7 @@ class RungMultiplier:
         return not self.reason
 
 
-def rung_multiplier(pairs: RungPairs, curve: PowerLaw | None) -> RungMultiplier:
+def rung_multiplier(pairs: RungPairs, curve: BudgetCurve | None) -> RungMultiplier:
     """Log multipliers of the completed pairs of one rung; ``curve`` is the baseline's L(D) there."""
     completed = pairs.completed
     if not completed:
@@ -51,8 +51,6 @@ def rung_multiplier(pairs: RungPairs, curve: PowerLaw | None) -> RungMultiplier:
         return float(np.mean([_log_tokens(pair, curve, parameters) for pair in completed]))
 
     needed = [_log_tokens(pair, curve, curve.parameters) for pair in completed]
-    if not all(map(math.isfinite, needed)):
-        return RungMultiplier(reason="the arm is below the floor of the baseline's curve, out of reach of any tokens")
     tokens = [math.log(pair.arm.tokens) for pair in completed]
     logs = {"tokens": [a - b for a, b in zip(needed, tokens, strict=True)]}
     for cost in ("flops", "seconds"):
@@ -65,12 +63,10 @@ def rung_multiplier(pairs: RungPairs, curve: PowerLaw | None) -> RungMultiplier:
     return RungMultiplier(logs, curve.variance_of(mean_log), curve.df, extrapolated)
 
 
-def _log_tokens(pair, curve: PowerLaw, parameters: np.ndarray) -> float:
+def _log_tokens(pair: Pair, curve: BudgetCurve, parameters: np.ndarray) -> float:
     """log tokens the pair's baseline needs for the arm's loss, on the curve shifted through the pair's own baseline."""
-    anchor = np.log(pair.arm.tokens) - curve.centre
-    level, exponent, *floor = parameters
-    expected = np.exp(level - exponent * anchor) + (floor[0] if floor else 0.0)
-    return float(curve.log_x_for(pair.arm_loss * expected / pair.baseline_loss, parameters))
+    expected = float(np.exp(curve.log_loss(math.log(pair.arm.tokens), parameters)))
+    return curve.log_tokens_for(pair.arm_loss * expected / pair.baseline_loss, parameters)
 
 
 def pool(rungs: Sequence[RungMultiplier], cost: str) -> Estimate | None:

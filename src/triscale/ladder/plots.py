@@ -83,6 +83,8 @@ def _multipliers(result: LadderResult) -> Plot | None:
 def _scaling(result: LadderResult) -> Plot | None:
     """Loss over training FLOPs, each arm with its fit and interval."""
     record, colours = result.record, colour_of(result)
+    if len(record.rungs) < 2:
+        return None
     figure, axes = _figure(7.5, 4.4)
     fits = {record.baseline: result.scaling} | {arm.name: arm.scaling for arm in result.arms}
     for index, (name, fit) in enumerate(fits.items()):
@@ -160,14 +162,14 @@ def _budgets(result: LadderResult) -> Plot | None:
     panels[0].set_ylabel("held-out loss (nats/token)")
     _legend(figure, colours, baseline=result.record.baseline)
     caption = ("Dots: the ends of the baseline's complete schedules; line and band: L(D) fitted to them with its 95 % "
-               "interval. Crosses: the arms' runs. The multiplier is the horizontal distance from a cross to the "
-               "line.")  # fmt: skip
+               "interval (for the mean over seeds). Crosses: the arms' runs. The multiplier is the horizontal distance from "
+               "a cross to the line.")  # fmt: skip
     return _finish(figure, "budgets", "The baseline's loss over token budgets", caption)
 
 
 def _curves(name: str, title: str, field: str, label: str, caption: str, log: bool) -> Callable:
     def make(result: LadderResult) -> Plot | None:
-        have = [run for run in result.record.runs if len(getattr(run, field)) > 1]
+        have = [run for run in result.record.runs if len(getattr(run, field)) > 3]
         rungs = [rung.name for rung in result.record.rungs if any(run.rung == rung.name for run in have)]
         if not rungs:
             return None
@@ -193,9 +195,9 @@ def _curves(name: str, title: str, field: str, label: str, caption: str, log: bo
 
 def _zoom(axes, runs: list[RunSummary], field: str) -> None:
     """Loss curves are read at their end: cut off the first descent (never for gradient norms or logits)."""
-    if field != "curve":
+    if field not in ("curve", "train_loss_curve"):
         return
-    late = [y for run in runs if not run.diverged for x, y in run.curve if x >= 0.15 * run.tokens]
+    late = [y for run in runs if not run.diverged for x, y in getattr(run, field) if x >= 0.15 * run.tokens]
     if late:
         pad = 0.06 * (max(late) - min(late)) + 1e-3
         axes.set_ylim(min(late) - pad, max(late) + pad)
@@ -205,6 +207,9 @@ _FIGURES: tuple[Callable[[LadderResult], Plot | None], ...] = (
     _multipliers,
     _scaling,
     _budgets,
+    _curves("train_loss", "Training loss", "train_loss_curve", "training loss (nats/token)",
+            "One line a run, averaged over short stretches; the first 15 % may lie above the frame. Dotted: diverged.",
+            False),
     _curves("loss", "Held-out loss during training", "curve", "held-out loss (nats/token)",
             "One line a run; the first 15 % of the descent may lie above the frame. Dotted: diverged.", False),
     _curves("max_logit", "Largest attention logit", "max_logit_curve", "max logit",

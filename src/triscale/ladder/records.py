@@ -56,7 +56,7 @@ class RunSummary:
     ``diverged``. curve: [tokens, held-out loss]; the first point should be the untrained model (tokens 0), because a
     diverged run is scored with it. budgets: at least the run's own end; the baseline lists the end of every decay
     branch of its trunk. max_logit: the largest attention logit seen; spikes: loss spikes counted by the trainer.
-    grad_norm_curve, max_logit_curve: [tokens, value], for the report's plots.
+    train_loss_curve, grad_norm_curve, max_logit_curve: [tokens, value], for the report's plots.
     """
 
     arm: str
@@ -75,6 +75,7 @@ class RunSummary:
     diverged: bool = False
     spikes: int = 0
     max_logit: float | None = None
+    train_loss_curve: Curve = ()
     grad_norm_curve: Curve = ()
     max_logit_curve: Curve = ()
     corpus_hash: str
@@ -88,7 +89,7 @@ class RunSummary:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 object.__setattr__(self, name, None)
-        for name in ("curve", "grad_norm_curve", "max_logit_curve"):
+        for name in ("curve", "train_loss_curve", "grad_norm_curve", "max_logit_curve"):
             object.__setattr__(self, name, _finite(getattr(self, name)))
         if self.loss is None and not self.diverged:
             raise ValueError(f"{self.label}: the loss is missing or not finite, so the run must be marked diverged")
@@ -202,32 +203,37 @@ def collect_runs(folder: str | Path) -> tuple[RunSummary, ...]:
 
 
 def with_event_curves(run: RunSummary, folder: str | Path) -> RunSummary:
-    """``run`` with gradient-norm and max-logit curves read from ``folder/events.jsonl``, where it lacks them."""
+    """``run`` with training-loss, gradient-norm and max-logit curves read from ``folder/events.jsonl``, where it lacks them."""
     path = Path(folder) / "events.jsonl"
-    if (run.grad_norm_curve and run.max_logit_curve) or not path.exists():
+    if (run.train_loss_curve and run.grad_norm_curve and run.max_logit_curve) or not path.exists():
         return run
-    grad_norms, logits, tokens = [], [], 0.0
+    losses, grad_norms, logits, tokens = [], [], [], 0.0
     for event in current_events(path):
         if event.kind == "step":
             tokens = float(event.data["tokens"])
+            losses.append((tokens, event.data["loss"]))
             grad_norms.append((tokens, event.data["grad_norm"]))
         elif event.kind == "logits":
             logits.append((float(event.data.get("tokens", tokens)), _largest(event.data["max_logits"])))
     return replace(
         run,
+        train_loss_curve=run.train_loss_curve or thin(losses, pick="mean"),
         grad_norm_curve=run.grad_norm_curve or thin(grad_norms),
         max_logit_curve=run.max_logit_curve or thin(logits),
     )
 
 
-def thin(points: Iterable[tuple[float, Any]], limit: int = CURVE_POINTS) -> Curve:
-    """At most ``limit`` finite points, first and last kept; of each stretch the largest value (a spike must show)."""
+def thin(points: Iterable[tuple[float, Any]], limit: int = CURVE_POINTS, pick: str = "max") -> Curve:
+    """At most ``limit`` finite points, first and last kept; of each stretch the largest (a spike must show) or mean."""
     points = tuple((x, float(f"{y:.6g}")) for x, y in _finite(points))
     if len(points) <= limit:
         return points
     inner, stretch = points[1:-1], math.ceil((len(points) - 2) / max(limit - 2, 1))
-    peaks = [max(inner[i : i + stretch], key=lambda p: p[1]) for i in range(0, len(inner), stretch)]
-    return (points[0], *peaks, points[-1])
+    parts = [inner[i : i + stretch] for i in range(0, len(inner), stretch)]
+    if pick == "max":
+        return (points[0], *(max(part, key=lambda p: p[1]) for part in parts), points[-1])
+    middle = lambda part, axis: float(f"{sum(p[axis] for p in part) / len(part):.6g}")
+    return (points[0], *((middle(part, 0), middle(part, 1)) for part in parts), points[-1])
 
 
 def _finite(points: Iterable[tuple[float, Any]]) -> Curve:

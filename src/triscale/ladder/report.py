@@ -9,9 +9,10 @@ from typing import Any
 from triscale.config import dump_toml, require
 
 from . import tables
+from .budget_curve import BudgetCurve
 from .fits import PowerLaw
 from .multiplier import as_factor, pool
-from .records import LadderRecord
+from .records import LadderRecord, Rung
 from .statistics import Estimate
 from .verdict import ArmResult, LadderResult, RungResult, analyse
 
@@ -30,7 +31,7 @@ def report_json(record: LadderRecord | LadderResult) -> dict[str, Any]:
         "baseline": {
             "name": record.baseline,
             "rungs": [_cell(record, record.baseline, rung.name) for rung in record.rungs],
-            "curves": {name: _fit_json(curve) for name, curve in result.curves.items()},
+            "curves": {rung.name: _curve_json(result.curves[rung.name], rung) for rung in record.rungs},
             "scaling": _fit_json(result.scaling),
         },
         "arms": {arm.name: _arm_json(result, arm) for arm in result.arms},
@@ -101,6 +102,16 @@ def _interval(estimate: Estimate | None) -> list[float] | None:
     return list(interval) if interval else None
 
 
+def _curve_json(curve: BudgetCurve | None, rung: Rung) -> dict[str, Any] | None:
+    """The baseline's L(D): its loss and local exponent b at the rung's tokens."""
+    if curve is None:
+        return None
+    interval = curve.exponent_interval(rung.tokens)
+    return {"loss": float(curve.loss(rung.tokens)), "b": curve.exponent_at(rung.tokens),
+            "b_ci": list(interval) if interval else None, "budgets": curve.points, "seeds": curve.seeds,
+            "error_from": curve.source, "df": curve.df, "token_range": [curve.lowest, curve.highest]}  # fmt: skip
+
+
 def _fit_json(fit: PowerLaw | None) -> dict[str, Any] | None:
     """L(x) = a·x^-b + floor."""
     if fit is None:
@@ -150,6 +161,7 @@ def _page(result: LadderResult) -> dict[str, Any]:
             {"name": rung.name, "match": rung.match, "rows": tables.rung_cells(result, index)}
             for index, rung in enumerate(record.rungs)
         ],
+        "curves": _curve_rows(result),
         "fits": _fit_rows(result),
         "runs": sorted(record.runs, key=lambda r: (r.rung, r.arm, r.seed)),
         "si": tables.si,
@@ -164,20 +176,34 @@ def _page(result: LadderResult) -> dict[str, Any]:
     }
 
 
-def _fit_rows(result: LadderResult) -> list[list[str]]:
-    fits = [(f"{result.record.baseline}, rung {name}", "tokens", curve) for name, curve in result.curves.items()]
-    fits += [(result.record.baseline, "FLOPs", result.scaling)]
-    fits += [(arm.name, "FLOPs", arm.scaling) for arm in result.arms]
+def _curve_rows(result: LadderResult) -> list[list[str]]:
     rows = []
-    for name, unit, fit in fits:
+    for rung in result.record.rungs:
+        curve = result.curves[rung.name]
+        if curve is None:
+            rows.append([rung.name, "needs two budgets", "", "", ""])
+            continue
+        power = f"{curve.exponent_at(rung.tokens):.4f} {_text(curve.exponent_interval(rung.tokens))}"
+        ends = f"{curve.exponent_at(curve.lowest):.4f} to {curve.exponent_at(curve.highest):.4f}"
+        span = f"{tables.si(curve.lowest)} to {tables.si(curve.highest)}"
+        rows.append([rung.name, span, power, ends, f"{curve.points} budgets, {curve.seeds} seed(s)"])
+    return rows
+
+
+def _fit_rows(result: LadderResult) -> list[list[str]]:
+    rows = []
+    for name, fit in [(result.record.baseline, result.scaling), *((arm.name, arm.scaling) for arm in result.arms)]:
         if fit is None:
-            rows.append([name, unit, "needs two budgets", "", "", ""])
+            rows.append([name, "needs two rungs", "", "", ""])
             continue
         floor = f"{fit.floor:.3f}" if fit.floor else "not identifiable"
-        interval = tables.interval_text(fit.exponent_interval, ".4f")
-        rows.append([name, unit, f"{fit.scale:.4g}", f"{fit.exponent:.4f} {interval}", floor,
-                     f"{fit.points} points, {fit.seeds} seed(s)"])  # fmt: skip
+        power = f"{fit.exponent:.4f} {_text(fit.exponent_interval)}"
+        rows.append([name, f"{fit.scale:.4g}", power, floor, f"{fit.points} rungs, {fit.seeds} seed(s)"])
     return rows
+
+
+def _text(interval: tuple[float, float] | None) -> str:
+    return tables.interval_text(interval, ".4f")
 
 
 def _package_rows(record: LadderRecord) -> list[tuple[str, str]]:

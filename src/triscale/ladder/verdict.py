@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .budget_curve import BudgetCurve, fit_budget_curve
 from .fits import PowerLaw, fit_power_law
 from .multiplier import RungMultiplier, pool, rung_multiplier
 from .pairs import RungPairs, pair_rung
@@ -63,7 +64,7 @@ class LadderResult:
 
     record: LadderRecord
     arms: tuple[ArmResult, ...]
-    curves: dict[str, PowerLaw | None]
+    curves: dict[str, BudgetCurve | None]
     scaling: PowerLaw | None
     alpha: float
     power: float
@@ -103,7 +104,7 @@ def judge(estimate: Estimate | None, p_adjusted: float | None, alpha: float = AL
     return "better" if estimate.mean < 0 else "worse"
 
 
-def baseline_curve(record: LadderRecord, rung: Rung) -> PowerLaw | None:
+def baseline_curve(record: LadderRecord, rung: Rung) -> BudgetCurve | None:
     """The baseline's L(D) at ``rung`` from every complete schedule of every seed that did not diverge."""
     budgets: list[float] = []
     losses: dict[int, dict[float, float]] = {}
@@ -118,7 +119,7 @@ def baseline_curve(record: LadderRecord, rung: Rung) -> PowerLaw | None:
             if known is None:
                 budgets.append(known := float(tokens))
             losses.setdefault(run.seed, {})[known] = loss
-    return fit_power_law(losses)
+    return fit_budget_curve(losses)
 
 
 def scaling_fit(record: LadderRecord, arm: str) -> PowerLaw | None:
@@ -134,7 +135,7 @@ def scaling_fit(record: LadderRecord, arm: str) -> PowerLaw | None:
     return fit_power_law(losses)
 
 
-def _rung_result(record: LadderRecord, arm: str, rung: Rung, curve: PowerLaw | None, alpha: float) -> RungResult:
+def _rung_result(record: LadderRecord, arm: str, rung: Rung, curve: BudgetCurve | None, alpha: float) -> RungResult:
     pairs = pair_rung(record, arm, rung)
     estimate = pooled_t([pairs.differences], _resolution([pairs]), alpha) if pairs.pairs else None
     return RungResult(pairs, estimate, rung_multiplier(pairs, curve))
@@ -150,7 +151,7 @@ def _resolution(rungs: list[RungPairs]) -> float:
     return RESOLUTION * max(losses, default=0.0)
 
 
-def _as_multiplier(detectable: float | None, results: list[RungResult], curves: dict[str, PowerLaw | None]):
+def _as_multiplier(detectable: float | None, results: list[RungResult], curves: dict[str, BudgetCurve | None]):
     """A gain of ``detectable`` nats as a token multiplier on the baseline's curves (geometric mean over rungs)."""
     if detectable is None:
         return None
@@ -162,7 +163,7 @@ def _as_multiplier(detectable: float | None, results: list[RungResult], curves: 
         tokens = result.pairs.completed[0].arm.tokens
         reached = float(curve.loss(float(tokens))) - detectable
         if reached > 0:
-            logs.append(curve.log_x_for(reached) - math.log(tokens))
+            logs.append(curve.log_tokens_for(reached) - math.log(tokens))
     if not logs or not all(map(math.isfinite, logs)):
         return None
     return math.exp(sum(logs) / len(logs))

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,16 @@ def serve(latency: float, agents: int) -> None:
     look = [body(None, [("lookup", {"key": "x"})], turn) for turn in range(CALLS - 1)]
     end_tool = body(None, [("final_answer", {"answer": "the answer"})], CALLS)  # how smolagents ends a run
 
+    answered = 0
+
+    async def count(request: web.Request) -> web.Response:
+        nonlocal answered
+        last, answered = answered, 0
+        return web.Response(text=str(last))
+
     async def answer(request: web.Request) -> web.Response:
+        nonlocal answered
+        answered += 1
         asked = await request.json()
         messages = asked["messages"]
         turns = sum(m["role"] == "assistant" for m in messages)
@@ -72,6 +82,7 @@ def serve(latency: float, agents: int) -> None:
     async def main() -> None:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", answer)
+        app.router.add_get("/v1/count", count)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
@@ -275,17 +286,27 @@ def main() -> None:
     print(json.dumps(report, indent=2) if options.json else as_text(report))
 
 
+def check_calls(url: str, name: str, expected: int) -> None:
+    """The endpoint's own count: nobody skipped a call or paid for one twice."""
+    with urllib.request.urlopen(url + "/count") as response:
+        counted = int(response.read())
+    if counted != expected:
+        raise SystemExit(f"{name} made {counted} calls instead of {expected}: not comparable")
+
+
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     mine: list[dict[str, float]] = []
     peers: dict[str, list[dict[str, float]]] = {name: [] for name in options.peers.split(",") if name}
     for turn in range(max(options.repeat, options.peer_repeat)):
         if turn < options.repeat:
             mine.append(ours(url, options))
+            check_calls(url, "ours", options.agents * CALLS + 2)
             print(f"ours {mine[-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
         for name in peers:
             if turn < options.peer_repeat:
                 cpu = time.process_time()
                 seconds = PEERS[name](url, options)
+                check_calls(url, name, options.agents * CALLS)
                 peers[name].append({"seconds": seconds, "cpu": time.process_time() - cpu})
                 print(f"{name} {seconds:.2f} s", file=sys.stderr, flush=True)
     median = lambda rows, key: statistics.median(row[key] for row in rows)

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -461,3 +464,27 @@ def test_totals_are_the_sum_of_the_leaves():
     own = sum(e["tokens_in"] + e["tokens_out"] for e in replies if e["agent"] == "main")
     assert children + own == result.usage.tokens
     assert all(json.dumps(event) for event in swarm.log.events)
+
+
+def test_a_server_that_reports_no_usage_is_counted_by_estimate_and_named():
+    class Silent:
+        name, endpoint, context_window = "m", "http://e", None
+
+        async def complete(self, request):
+            return act(call("wait"), content="x" * 350)
+
+        async def close(self):
+            pass
+
+    swarm, result = run(Silent(), None, tools=[Sleeper()], limits=Limits(tokens=3000))
+    assert (result.outcome, result.limit) == (Outcome.LIMIT, "tokens") and 1000 < result.usage.tokens <= 3000
+    assert [w["message"][:30] for w in events(swarm, "warning")] == ["http://e reports no token usag"]
+    assert all(e["estimated"] for e in events(swarm, "model.reply"))
+
+
+def test_the_room_loads_neither_torch_nor_an_http_client():
+    code = ("import sys; import triscale.swarm.orchestrator, triscale.swarm.config, triscale.swarm.live, "
+            "triscale.swarm.client_http; print([m for m in ('torch', 'aiohttp', 'ray', 'openai') if m in sys.modules])")  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -56,7 +56,8 @@ class SwarmConfig:
     """task: the question. docs: a folder to search. world: a generated look-up world instead (``wide:entities=100``);
     it brings question, tools, scripted models and a score. model, subagent: model clients; the sub-agents' is the
     orchestrator's if left out, and both are the world's scripts if neither is given. chaos: failures to inject.
-    virtual: run on the virtual clock (only with clients and tools that do no I/O).
+    virtual: run on the virtual clock (only with clients and tools that do no I/O). ray: sub-agents run as Ray tasks,
+    each claiming ray_cpus processors of the cluster.
     """
 
     task: str = ""
@@ -74,12 +75,18 @@ class SwarmConfig:
     chaos_seed: int = 0
     virtual: bool = False
     ray: bool = False
+    ray_cpus: float = 0.25
 
     def __post_init__(self) -> None:
         if self.world is None and not self.task.strip():
             raise ConfigError("task", "there is no question", 'Write triscale swarm run "your question"')
         if self.world is None and self.model is None:
             raise ConfigError("model", "no model is named", "Add --model NAME --base-url URL (or --world for a script)")
+        if self.limits.cost is not None:
+            for name in ("model", "subagent"):
+                if getattr(getattr(self, name), "prices", None) == (0.0, 0.0, 0.0):
+                    raise ConfigError("limits.cost", f"cannot be enforced: {name}.prices is not set",
+                                      f"Add --{name}.prices=[input,output,cached] for a million tokens")  # fmt: skip
         if self.virtual and any(type(c).__module__.endswith("client_http") for c in (self.model, self.subagent)):
             raise ConfigError("virtual", "an HTTP endpoint needs real time", "Leave --virtual out")
 
@@ -114,13 +121,13 @@ async def prepare(
     config: SwarmConfig, directory: Path | None, listeners: tuple[Callable[[dict[str, Any]], None], ...] = ()
 ) -> Prepared:
     """Build clients and tools (reading documents, connecting MCP servers) and put the swarm together."""
-    world = _world(config)
-    main, sub = _clients(config, world)
-    for client in (main, sub):
+    world = build_world(config)
+    main, sub = build_clients(config, world)
+    tools = await build_tools(config, world)
+    for client in (main, sub):  # last, since it opens connections and nothing after it can fail
         discover = getattr(client, "discover", None)
         if discover is not None:
             await discover()
-    tools = await _tools(config, world)
     swarm = Swarm(
         client=main, subagent_client=sub, tools=tools, limits=config.limits, system_prompt=config.system_prompt,
         directory=directory, mode=config.mode, sampling=config.sampling, listeners=listeners, world=config.world,
@@ -129,7 +136,8 @@ async def prepare(
     return Prepared(swarm, config.task or (world.question if world is not None else ""), world)
 
 
-def _world(config: SwarmConfig) -> World | None:
+def build_world(config: SwarmConfig) -> World | None:
+    """The generated world of a config, if it names one."""
     if config.world is None:
         return None
     from .worlds import make_world
@@ -137,7 +145,8 @@ def _world(config: SwarmConfig) -> World | None:
     return make_world(config.world)
 
 
-def _clients(config: SwarmConfig, world: World | None) -> tuple[ModelClient, ModelClient]:
+def build_clients(config: SwarmConfig, world: World | None) -> tuple[ModelClient, ModelClient]:
+    """The orchestrator's client and the sub-agents' (which may be one object)."""
     if config.model is not None:
         main = config.model.build()
     else:
@@ -154,12 +163,13 @@ def _clients(config: SwarmConfig, world: World | None) -> tuple[ModelClient, Mod
     return main, sub
 
 
-async def _tools(config: SwarmConfig, world: World | None) -> list[Tool]:
+async def build_tools(config: SwarmConfig, world: World | None, *, index: Any = None) -> list[Tool]:
+    """All direct tools; ``index`` replaces indexing the documents' folder anew."""
     tools: list[Tool] = list(world.tools) if world is not None else []
     if config.docs is not None:
         from .tools import document_tools
 
-        tools += document_tools(config.docs, thread=not config.virtual)
+        tools += document_tools(index or config.docs, thread=not config.virtual)
     if config.tools.workspace:
         from .tools import workspace_tools
 

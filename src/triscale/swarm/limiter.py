@@ -90,7 +90,7 @@ class RateLimiter:
             except ModelError as error:
                 record.retries.append({"kind": error.kind, "message": str(error), "seconds": clock.now() - began})
                 if error.kind in ("quota", "auth"):
-                    self._close(error)  # before the place is freed: nobody else is to try
+                    self.close(error)  # before the place is freed: nobody else is to try
                 self._release()
                 if error.kind in ("quota", "auth"):
                     raise
@@ -118,7 +118,7 @@ class RateLimiter:
         asks = f"asks to wait {error.retry_after:g} s more" if error.retry_after else "still refuses"
         message = f"{self.endpoint} {asks} after {waited:.0f} s of waiting for its rate limit ({error})"
         final = ModelError("quota", message, status=error.status)
-        self._close(final)
+        self.close(final)
         return final
 
     async def _acquire(self) -> float:
@@ -202,7 +202,8 @@ class RateLimiter:
             self._tell("grow", "calls succeed again", None)
         self._admit()
 
-    def _close(self, error: ModelError) -> None:
+    def close(self, error: ModelError) -> None:
+        """Fail everybody who waits or comes later: the endpoint takes no more calls with this key."""
         if self.closed is not None:
             return
         self.closed = error

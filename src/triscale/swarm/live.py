@@ -100,14 +100,13 @@ class LiveState:
         task = self.tasks.get(data["agent"])
         if task is not None:
             task.tokens += data["tokens_in"] + data["tokens_out"]
-            task.steps = data["step"]
         elif data["agent"] == "main":
             self.turn = data["step"]
 
     def _doing(self, data: dict[str, Any], what: str) -> None:
         task = self.tasks.get(data["agent"])
         if task is not None:
-            task.doing = what
+            task.doing, task.steps = what, data["step"]
         elif data["agent"] == "main":
             self.main = "waiting for sub-agents" if what == "assign_task" else what
 
@@ -138,7 +137,9 @@ class LiveState:
         running = [(id, task) for id, task in self.tasks.items() if task.state == "running"]
         for id, task in running[:SHOWN]:
             line = Text(f"{id} {task.agent} ", style="cyan")
-            line.append(f"step {task.steps + 1} {task.doing} · {task.tokens:,} tokens · {self.now - task.since:.0f} s ")
+            line.append(
+                f"step {max(1, task.steps)} {task.doing} · {task.tokens:,} tokens · {self.now - task.since:.0f} s "
+            )
             line.append(task.prompt, style="dim")
             root.add(line)
         if len(running) > SHOWN:

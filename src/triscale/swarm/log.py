@@ -39,7 +39,8 @@ Event kinds and their data (``?`` = may be missing or null):
 ``model.reply``  call, agent, step, outcome ("completed" or why not), reason, tokens_in, tokens_out, tokens_cached,
     cost, seconds (of the attempt that counted), queue_seconds (waiting for the rate limiter and between attempts),
     attempts, model, finish_reason, content, reasoning?, tool_calls [{id, name, arguments}], trace? {file, offset},
-    retries [{kind, message, seconds}] (what the earlier attempts died of)
+    retries [{kind, message, seconds}] (what the earlier attempts died of), estimated? (true when the server reported
+    no usage and tokens are estimates)
 ``tool.call``  call, agent, step, index, name, arguments (string as the model wrote it), tool_call_id
 ``tool.result``  call, agent, name, outcome, reason, seconds, content (exactly what the model is shown), chars (of the
     whole result), truncated (bool), handle? ("result:" + call, when truncated or an assignment), full? (whole text

@@ -60,10 +60,10 @@ class Recorded:
         for call in self.replies:
             run, _, step = call.rpartition("#")
             last[run] = max(last.get(run, 0), int(step))
-        for run, step in last.items():
-            reply = self.replies[f"{run}#{step}"]
+        for run, final in last.items():
+            reply = self.replies[f"{run}#{final}"]
             if not reply.tool_calls and (reply.finish_reason == "length" or not reply.content.strip()):
-                del self.replies[f"{run}#{step}"]
+                del self.replies[f"{run}#{final}"]
 
     def _take(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "model.reply":

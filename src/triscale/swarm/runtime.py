@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import clock
-from .context import shorten
+from .context import message_tokens, shorten
 from .limiter import CallRecord, Limiters
 from .limits import Budget, LimitReached, Limits
 from .log import SwarmLog
@@ -105,8 +105,10 @@ class Runtime:
             run.scope.pause()  # waiting for the rate limiter is not run time
             limiter = self.limiters.get(client.endpoint)
             reply = run.with_ids(await limiter.call(lambda: self._attempt(run, request), record))
-            usage = reply.usage
+            usage = reply.usage if reply.usage.tokens else self._estimated(client, estimate, reply)
             end = self._reply_fields(call, reply)
+            if usage is not reply.usage:
+                end["estimated"] = True
         except ModelError as error:
             usage = error.usage or usage
             outcome = {"quota": Outcome.LIMIT, "context": Outcome.LIMIT, "timeout": Outcome.TIMED_OUT}.get(error.kind)
@@ -129,6 +131,13 @@ class Runtime:
         if self.observer is not None:
             self.observer(run.id, request, reply)
         return reply
+
+    def _estimated(self, client: ModelClient, tokens_in: int, reply: ModelReply) -> Usage:
+        """Usage for a server that reports none, so that token limits hold; said once."""
+        if ("usage", client.endpoint) not in self._told:
+            self._told.add(("usage", client.endpoint))
+            self.warn(f"{client.endpoint} reports no token usage: tokens are estimates, the cost is unknown")
+        return Usage(tokens_in, message_tokens(reply.message))
 
     def _request(self, run: AgentRun, step: int) -> ModelRequest:
         sampling = self.sampling

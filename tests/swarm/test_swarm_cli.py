@@ -95,6 +95,14 @@ def test_mistakes_are_named(arguments, named):
         invoke("run", *arguments)
 
 
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    first = invoke("run", *WORLD, "--virtual", "--out", tmp_path / "r", "--json")
+    before = (tmp_path / "r" / "events.jsonl").read_bytes()
+    again = invoke("resume", tmp_path / "r", "--json")
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+    assert (tmp_path / "r" / "events.jsonl").read_bytes() == before
+
+
 def test_resume_refuses_another_question(tmp_path):
     invoke("run", *WORLD, "--virtual", "--out", tmp_path / "r", "--quiet")
     with pytest.raises(ConfigError, match="world: cannot change"):
@@ -148,7 +156,8 @@ def test_the_live_tree_shows_states_tokens_and_limits(tmp_path):
             seen.append(console.export_text())
     assert any("2 running, 4 queued, 0 ended" in text for text in seen)
     assert any("✓ t1." in text and "step 1 search" in text for text in seen)
-    assert state.peak == 2 and state.ended.total() == 6 and not state.tasks
+    assert "critical steps 4" in seen[-1]  # the stage is not over, but its longest sub-agent is at its third step
+    assert state.peak == 2 and state.critical_so_far == 4 and state.ended.total() == 6 and not state.tasks
 
 
 def test_off_a_terminal_failures_get_a_plain_line(capsys):

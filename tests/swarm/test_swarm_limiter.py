@@ -189,3 +189,22 @@ def test_places_are_never_lost_or_overbooked(plan, capacity):
     assert clock.run(scenario(), virtual=True) == "through"
     assert sum(outcomes.values()) == len(plan)
     assert set(outcomes) <= {"str", "CancelledError", "KeyError"}
+
+
+def test_a_call_cancelled_in_the_moment_it_is_admitted_gives_its_place_back():
+    async def scenario():
+        limiter, tasks = RateLimiter("e", 1), []
+
+        async def first():
+            await asyncio.sleep(1.0)
+            asyncio.get_running_loop().call_soon(
+                tasks[1].cancel
+            )  # runs after the place is handed on, before it is taken
+
+        tasks.append(asyncio.create_task(limiter.call(first, CallRecord())))
+        tasks.append(asyncio.create_task(limiter.call(lambda: asyncio.sleep(0, "second"), CallRecord())))
+        await asyncio.wait(tasks)
+        third = await asyncio.wait_for(limiter.call(lambda: asyncio.sleep(0, "third"), CallRecord()), 5.0)
+        return tasks[1].cancelled(), limiter.in_flight, third
+
+    assert clock.run(scenario(), virtual=True) == (True, 0, "third")

@@ -1,5 +1,6 @@
 """Sub-agents as Ray tasks give the same answer and the same ledger as in one process."""
 
+import asyncio
 import json
 import threading
 
@@ -9,7 +10,8 @@ from click.testing import CliRunner
 from triscale.cli.swarm import swarm
 from triscale.config import ConfigError
 from triscale.events import read_events
-from triscale.swarm.config import load_config
+from triscale.swarm import clock
+from triscale.swarm.config import load_config, prepare
 from triscale.swarm.ray_runner import Job, RayRunner, work
 from triscale.swarm.resume import Recorded
 
@@ -73,5 +75,28 @@ def test_same_answer_and_same_ledger_on_a_local_cluster(tmp_path):
         calls = sorted(e.data["call"] for e in read_events(folder / "events.jsonl") if e.kind == "model.reply")
         ends = sorted((e.data["task"], e.data["outcome"], e.data["steps"], e.data["tokens_in"], e.data["result"])
                       for e in read_events(folder / "events.jsonl") if e.kind == "task.end")  # fmt: skip
-        reports.append((report["text"], report["usage"], report["outcomes"], report["critical_steps"], calls, ends))
+        cost = round(report["usage"].pop("cost"), 12)  # summed in another order
+        reports.append(
+            (report["text"], report["usage"], cost, report["outcomes"], report["critical_steps"], calls, ends)
+        )
     assert reports[0] == reports[1]
+
+
+def test_cancelling_reaches_the_workers(tmp_path):
+    pytest.importorskip("ray")
+    slow = "wide:entities=3,attributes=1,latency.model=3"
+    config = load_config(None, {"world": slow, "ray": True, "limits": {"concurrent": 2}, "ray_cpus": 0.5})
+
+    async def scenario():
+        prepared = await prepare(config, tmp_path / "run")
+        running = asyncio.create_task(prepared.swarm.run(prepared.task))
+        while not any(e.kind == "model.call" and e.data["agent"] == "t1.0" for e in read_events(log)):
+            await asyncio.sleep(0.1)
+        prepared.swarm.cancel()
+        return await asyncio.wait_for(running, 60)
+
+    log = tmp_path / "run" / "events.jsonl"
+    log.parent.mkdir()
+    log.touch()
+    result = clock.run(scenario())
+    assert result.outcome == "cancelled" and result.outcomes == {"cancelled": 2, "not_started": 1}

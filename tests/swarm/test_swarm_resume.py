@@ -203,6 +203,27 @@ def test_limits_raised_on_resume_continue_where_the_run_stopped(tmp_path):
                                       if e.kind == "model.reply")  # fmt: skip
 
 
+def test_an_interrupted_tool_call_runs_again_and_a_finished_one_does_not(tmp_path):
+    seen, ran = [], []
+
+    class Tool(Counting):
+        async def call(self, arguments, context):
+            ran.append(arguments["seconds"])
+            return await super().call(arguments, context)
+
+    def main(request):
+        if request.step == 1:
+            return act(call("work", {"seconds": 1.0}), call("work", {"seconds": 9.0}))
+        seen.extend(m.content for m in request.messages if m.role == "tool")
+        return say("done")
+
+    for wall in (5.0, None):
+        swarm = Swarm(client=PolicyClient(main), tools=[Tool()], directory=tmp_path, limits=Limits(wall_seconds=wall))
+        result = clock.run(swarm.run("q"), virtual=True)
+    assert result.outcome == Outcome.COMPLETED and result.seconds == 5.0 + 9.0
+    assert seen == ["main worked", "main worked"] and ran == [1.0, 9.0, 9.0]
+
+
 def test_the_conversation_can_be_rebuilt_from_the_log(tmp_path):
     seen = {}
 

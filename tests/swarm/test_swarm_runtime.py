@@ -10,9 +10,10 @@ import pytest
 
 from triscale.swarm import clock
 from triscale.swarm.client_scripted import PolicyClient, ScriptedClient, act, call, say
+from triscale.swarm.limiter import Limiters
 from triscale.swarm.limits import Limits
 from triscale.swarm.orchestrator import Swarm
-from triscale.swarm.types import Message, ModelError, ModelReply, Outcome, ToolResult
+from triscale.swarm.types import Message, ModelError, ModelReply, Outcome, ToolResult, Usage
 
 
 class Sleeper:
@@ -150,6 +151,7 @@ def test_subagents_cannot_spawn_by_default_and_can_when_depth_allows():
     assert result.outcomes == {"completed": 4}  # one slot is enough: a waiting parent lends its own
     assert {e["task"] for e in events(swarm, "task.end")} == {"t1.0/t1.0", "t1.0", "t1.1/t1.0", "t1.1"}
     assert {e["task"]: e["critical_steps"] for e in events(swarm, "task.end")}["t1.0"] == 1 + 1 + 1
+    assert [e["sub_steps"] for e in events(swarm, "stage") if e["agent"] == "main"] == [[3, 3]]
     assert offered.count(set()) == 2  # the leaves
 
 
@@ -320,7 +322,7 @@ def test_a_tool_that_ignores_cancellation_is_abandoned_and_named():
         return await running, clock.now()
 
     result, ended = clock.run(scenario(), virtual=True)
-    assert ended == 6.0 and result.abandoned == ("t1.0 tool wait", "t1.1 tool wait")
+    assert ended == 6.0 and tuple(sorted(result.abandoned)) == ("t1.0 tool wait", "t1.1 tool wait")
     assert len(events(swarm, "warning")) == 2
 
 
@@ -488,3 +490,68 @@ def test_the_room_loads_neither_torch_nor_an_http_client():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_waiting_for_the_rate_limiter_is_not_run_time():
+    """Five sub-agents share one place at the endpoint; each has five seconds of its own for its four-second call."""
+    main = PolicyClient(fan_out(list("abcde")))
+    sub = PolicyClient(lambda r: say("ok"), latency=4.0, endpoint="slow")
+    swarm, result = run(main, sub, limits=Limits(task_seconds=5), limiters=Limiters(capacity=1))
+    assert result.outcomes == {"completed": 5} and result.seconds == 20.0
+    assert sorted(round(e["queue_seconds"]) for e in events(swarm, "task.end")) == [0, 4, 8, 12, 16]
+
+
+def test_a_stopped_parent_needs_no_slot_to_end_and_gives_none_back_twice():
+    """A lends its slot to its child, but B takes it and keeps it: stopping A must not wait for B."""
+
+    def sub(request):
+        if request.messages[1].content == "a":
+            return act(call("create_subagent", {"name": "leaf", "system_prompt": ""}),
+                       call("assign_task", {"agent": "leaf", "prompt": "deep"}))  # fmt: skip
+        return act(call("wait", {"seconds": 100})) if request.step == 1 else say("ok")
+
+    swarm = Swarm(client=PolicyClient(fan_out(["a", "b"])), subagent_client=PolicyClient(sub), tools=[Sleeper()],
+                  limits=Limits(depth=2, concurrent=1))  # fmt: skip
+
+    async def scenario():
+        running = asyncio.create_task(swarm.run("q"))
+        await asyncio.sleep(1.0)
+        swarm.cancel_task("t1.0")
+        return await running, swarm._runtime.slots._value
+
+    result, free = clock.run(scenario(), virtual=True)
+    assert (result.outcomes, free) == ({"cancelled": 1, "not_started": 1, "completed": 1}, 1)
+    ended = {e["data"]["task"]: e["time"] for e in swarm.log.events if e["kind"] == "task.end"}
+    assert ended == {"t1.0/t1.0": 1.0, "t1.0": 1.0, "t1.1": 100.0}
+
+
+def test_a_swarm_stopped_in_its_callers_task_leaves_that_task_uncancelled():
+    swarm = Swarm(client=PolicyClient(fan_out(["a"])), subagent_client=PolicyClient(working(1, 9.0)), tools=[Sleeper()])
+
+    async def scenario():
+        asyncio.get_running_loop().call_later(1.0, swarm.cancel)
+        result = await swarm.run("q")
+        async with asyncio.timeout(5.0):
+            await asyncio.sleep(1.0)
+        return result.outcome, asyncio.current_task().cancelling()
+
+    assert clock.run(scenario(), virtual=True) == (Outcome.CANCELLED, 0)
+
+
+def test_failed_attempts_that_were_paid_for_are_counted():
+    async def cut(request):
+        if cut.left:
+            cut.left -= 1
+            raise ModelError("transient", "cut", usage=Usage(10, 3))
+        return ModelReply(Message("assistant", "x"), usage=Usage(100, 1))
+
+    cut.left = 2
+    swarm, result = run(PolicyClient(cut), None)
+    assert (
+        result.usage
+        == Usage(120, 7)
+        == Usage(*(events(swarm, "model.reply")[0][k] for k in ("tokens_in", "tokens_out")))
+    )
+    cut.left = 9
+    _, result = run(PolicyClient(cut), None)
+    assert (result.outcome, result.usage) == (Outcome.FAILED, Usage(50, 15))

@@ -185,6 +185,8 @@ async def build_tools(config: SwarmConfig, world: World | None, *, index: Any = 
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
+            for tool in tools:
+                await tool.close()
             raise ConfigError(f"tool {name}", "is defined twice", "Leave one of its sources out, or give it a prefix")
     return tools
 

@@ -315,12 +315,10 @@ async def slot_lent(run: AgentRun, batch: int) -> AsyncIterator[None]:
     run.runtime.slots.release()
     run.holds_slot = False
     run.scope.pause()
-    try:
-        yield
-    finally:
-        await run.runtime.slots.acquire()
-        run.holds_slot = True
-        run.scope.resume()
+    yield  # a cancellation passes through here: who is stopped needs no slot to end
+    await run.runtime.slots.acquire()
+    run.holds_slot = True
+    run.scope.resume()
 
 
 def stop_on_quota(run: AgentRun) -> None:

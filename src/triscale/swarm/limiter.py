@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from . import clock
-from .types import ModelError
+from .types import ModelError, Usage
 
 T = TypeVar("T")
 
@@ -44,11 +44,13 @@ class RetryPolicy:
 
 @dataclass(slots=True)
 class CallRecord:
-    """What one call went through: seconds waited, seconds of the attempt that counted, and failed attempts."""
+    """What one call went through: seconds waited, seconds of the attempt that counted, and failed attempts with what
+    they cost nevertheless."""
 
     queued: float = 0.0
     seconds: float = 0.0
     attempts: int = 0
+    wasted: Usage = Usage()
     retries: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -88,6 +90,7 @@ class RateLimiter:
             try:
                 result = await attempt()
             except ModelError as error:
+                record.wasted = record.wasted + (error.usage or Usage())
                 record.retries.append({"kind": error.kind, "message": str(error), "seconds": clock.now() - began})
                 if error.kind in ("quota", "auth"):
                     self.close(error)  # before the place is freed: nobody else is to try

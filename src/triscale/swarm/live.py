@@ -41,6 +41,7 @@ class LiveState:
     tokens_out: int = 0
     cost: float = 0.0
     critical: int = 0
+    longest: int = 0  # steps of the longest sub-agent of the stage under way
     started: float = 0.0
     now: float = 0.0
     peak: int = 0
@@ -71,6 +72,7 @@ class LiveState:
             self._doing(data, "thinking" if kind == "model.call" else data["name"])
         elif kind == "stage" and data["agent"] == "main":
             self.critical += data["critical_steps"]
+            self.longest = 0
         elif kind == "limit" and data["scope"] in ("run", "main"):
             return self._note(f"limit: {data['message']}")
         elif kind == "warning":
@@ -78,6 +80,11 @@ class LiveState:
         elif kind == "limiter":
             return self._limiter(data)
         return None
+
+    @property
+    def critical_so_far(self) -> int:
+        """Critical steps of the finished stages and of the one under way."""
+        return self.critical + (1 + self.longest if self.longest else 0)
 
     @property
     def running(self) -> int:
@@ -107,6 +114,8 @@ class LiveState:
         task = self.tasks.get(data["agent"])
         if task is not None:
             task.doing, task.steps = what, data["step"]
+            if "/" not in data["agent"]:
+                self.longest = max(self.longest, task.steps)
         elif data["agent"] == "main":
             self.main = "waiting for sub-agents" if what == "assign_task" else what
 
@@ -127,7 +136,7 @@ class LiveState:
             parts.append(f"{self.running} running, {queued} queued, {self.ended.total()} ended")
             bad = ", ".join(f"{n} {name}" for name, n in self.ended.items() if name != "completed")
             parts += [bad] if bad else []
-        parts += [f"{self.tokens_in:,} + {self.tokens_out:,} tokens", f"critical steps {self.critical}"]
+        parts += [f"{self.tokens_in:,} + {self.tokens_out:,} tokens", f"critical steps {self.critical_so_far}"]
         parts += [f"cost {self.cost:.4f}"] if self.cost else []
         return " · ".join(parts)
 

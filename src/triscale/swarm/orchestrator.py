@@ -119,11 +119,17 @@ class Swarm:
         return True
 
     async def run(self, task: str) -> SwarmResult:
-        """Run to the end and return the typed result; raises only if the calling task itself is cancelled, and then
-        after everything below it has ended."""
+        """Run to the end, or on from where an earlier session in this folder stopped, and return the typed result.
+
+        Raises :class:`TriScaleError` when the folder holds another task, and ``CancelledError`` when the calling task
+        itself is cancelled, after everything below it has ended.
+        """
         if self.log is not None:
             raise TriScaleError("a Swarm runs once; make a new one for another task")
         recorded = self._load_record(task)
+        if recorded.final is not None and recorded.final["outcome"] == Outcome.COMPLETED:
+            await self._close_clients()
+            return self._recorded_result(recorded.final)
         self.log = log = SwarmLog(self.directory, self.directory.name if self.directory else "swarm")
         log.listeners.extend(self.listeners)
         runtime = self._make_runtime(log, recorded)
@@ -158,6 +164,15 @@ class Swarm:
             raise TriScaleError(f"{self.directory} holds a run of another task: {recorded.start['task']!r}. "
                                 "Choose another folder")  # fmt: skip
         return recorded
+
+    def _recorded_result(self, data: dict[str, Any]) -> SwarmResult:
+        """A finished run again: what it said then, and nothing is written or called."""
+        usage = Usage(data["tokens_in"], data["tokens_out"], data["tokens_cached"], data["cost"])
+        return SwarmResult(
+            outcome=Outcome.COMPLETED, text=data["text"], reason="", limit=None, seconds=data["seconds"],
+            steps=data["steps"], critical_steps=data["critical_steps"], usage=usage, outcomes=data["outcomes"],
+            directory=self.directory,
+        )  # fmt: skip
 
     def _make_runtime(self, log: SwarmLog, recorded: Recorded) -> Runtime:
         limits = self.limits
@@ -228,6 +243,9 @@ class Swarm:
         if self.limiters is not None:
             self.limiters.listener = None
         await log.close()
+        await self._close_clients()
+
+    async def _close_clients(self) -> None:
         if not self.close_clients:
             return
         seen: set[int] = set()

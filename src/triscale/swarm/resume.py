@@ -21,7 +21,8 @@ from .types import Message, ModelReply, Outcome, ToolCall, Usage
 class Recorded:
     """replies: completed model calls by id. results: ``tool.result`` data by call id. assigned, ends: data of
     ``task.assign`` and of the last ``task.end`` by task. attempts: ``task.start`` events by task. spent: everything
-    paid for so far. seconds: wall time of the earlier sessions. sessions: how many there were."""
+    paid for so far. seconds: wall time of the earlier sessions. sessions: how many there were. start, final: data of
+    ``swarm.start`` and of the last session's ``result``."""
 
     replies: dict[str, ModelReply] = field(default_factory=dict)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Recorded:
     seconds: float = 0.0
     sessions: int = 0
     start: dict[str, Any] | None = None
-    outcome: str | None = None
+    final: dict[str, Any] | None = None
 
     @classmethod
     def load(cls, events: Iterable[Event]) -> Recorded:
@@ -46,7 +47,7 @@ class Recorded:
                 if first is not None and last is not None:
                     self.seconds += last - first
                 first = event.time
-                self.outcome = None
+                self.final = None
             last = event.time
             self._take(event.kind, event.data)
         if first is not None and last is not None:
@@ -86,7 +87,7 @@ class Recorded:
         elif kind == "swarm.start":
             self.start = data
         elif kind == "result":
-            self.outcome = data["outcome"]
+            self.final = data
 
     def consumed(self, run: str, turn: int) -> bool:
         """True when the model has already replied to the results of this turn, which therefore must not change."""

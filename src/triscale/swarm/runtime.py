@@ -110,7 +110,6 @@ class Runtime:
             if usage is not reply.usage:
                 end["estimated"] = True
         except ModelError as error:
-            usage = error.usage or usage
             outcome = {"quota": Outcome.LIMIT, "context": Outcome.LIMIT, "timeout": Outcome.TIMED_OUT}.get(error.kind)
             end.update(outcome=outcome or Outcome.FAILED, reason=f"{error.kind}: {error}")
             raise
@@ -121,6 +120,7 @@ class Runtime:
         finally:
             run.scope.resume()
             run.queued += record.queued
+            usage = usage + record.wasted
             run.usage = run.usage + usage
             self.budget.settle(estimate, usage)
             self.log.write("model.reply", span=call, parent=run.id, call=call, agent=run.id, step=step, **end,

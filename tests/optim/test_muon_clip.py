@@ -94,10 +94,11 @@ def test_decay_uses_the_base_rate():
     assert torch.allclose(parameter, torch.full((4, 6), 0.95))
 
 
-def test_expert_stack_equals_separate_matrices():
+@pytest.mark.parametrize("shape", [(5, 6, 9), (5, 33, 17), (3, 64, 48), (2, 600, 900)])
+def test_expert_stack_equals_separate_matrices(shape, monkeypatch):
     """[E, m, n] and E matrices move bit for bit alike, also when a workspace limit cuts the batch."""
-    weights = torch.randn(5, 6, 9)
-    grads = torch.randn(5, 6, 9)
+    monkeypatch.setattr("triscale.optim.muon_clip.WORKSPACE", 2 * shape[1] * shape[2])
+    weights, grads = torch.randn(shape), torch.randn(shape)
     stack, separate = nn.Parameter(weights.clone()), [nn.Parameter(w.clone()) for w in weights]
     stack.grad = grads.clone()
     for parameter, grad in zip(separate, grads, strict=True):

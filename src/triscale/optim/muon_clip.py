@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from triscale.config import TriScaleError
-from triscale.ops.newton_schulz import METHODS, orthogonalize_batch
+from triscale.ops.newton_schulz import METHODS, orthogonalize
 
 from .adamw import check_rates
 from .base import RuleOptimizer, gradient, local
@@ -35,7 +35,7 @@ from .qk_clip import ClipReport, QKClip, RowScales, scale_rows
 
 Scale = Literal["match_rms", "spectral", "none"]
 RMS = 0.2
-WORKSPACE = 1 << 22  # elements orthogonalised in one batch
+WORKSPACE = 1 << 20  # elements orthogonalised in one batch: more would leave the processor's cache
 
 
 def update_scale(rows: int, columns: int, scale: Scale) -> float:
@@ -200,42 +200,45 @@ class MuonClip(RuleOptimizer):
         buffers = [local(self.fp32_state(p, "momentum")["momentum"]) for p in parameters]
         grads = [local(gradient(p)).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         targets = [self.target(p) for p in parameters]
         if group["weight_decay"]:
             torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
-        for batch in self._batches(group, parameters, updates, targets):
+        for batch in self._batches(group, parameters, grads, buffers, targets):
             _orthogonal_step(group, lr, batch)
 
     def _batches(
-        self, group: dict[str, Any], parameters: list[Tensor], updates: Sequence[Tensor], targets: list[Tensor]
+        self, group: dict[str, Any], parameters: list[Tensor], *tensors: Sequence[Tensor]
     ) -> Iterator[list[Piece]]:
-        """All logical matrices of the group, those of one shape (up to transposition) batched."""
+        """All logical matrices of the group, those of one shape batched."""
         shapes: dict[tuple[int, int], list[Piece]] = {}
-        for parameter, update, target in zip(parameters, updates, targets, strict=True):
-            start = 0
+        for parameter, *views in zip(parameters, *tensors, strict=True):
+            start, columns = 0, parameter.shape[-1]
             for rows in self.rules[id(parameter)].blocks or (parameter.shape[-2],):
-                scale = update_scale(rows, parameter.shape[-1], group["update_scale"])
-                source, goal = (_oriented(t.narrow(-2, start, rows)) for t in (update, target))
-                shapes.setdefault((source.shape[-2], source.shape[-1]), []).append(Piece(source, goal, scale))
+                grad, momentum, target = (_stack(t.narrow(-2, start, rows)) for t in views)
+                piece = Piece(grad, momentum, target, update_scale(rows, columns, group["update_scale"]))
+                shapes.setdefault((rows, columns), []).append(piece)
                 start += rows
         for (rows, columns), pieces in shapes.items():
             yield from _chunks(pieces, max(1, WORKSPACE // (rows * columns)))
 
 
 class Piece(NamedTuple):
-    """Matrices [count, p, q], p <= q, of one parameter: views of its update and of the tensor to be moved."""
+    """Matrices [count, m, n] of one parameter: views of its gradient, momentum, and of the tensor to be moved."""
 
-    update: Tensor
+    grad: Tensor
+    momentum: Tensor
     target: Tensor
     scale: float
 
+    def part(self, start: int, stop: int) -> Piece:
+        return Piece(self.grad[start:stop], self.momentum[start:stop], self.target[start:stop], self.scale)
 
-def _oriented(tensor: Tensor) -> Tensor:
-    """View [..., m, n] as [count, p, q] with p <= q."""
-    flat = tensor if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-2:]) if tensor.ndim > 3 else tensor[None]
+
+def _stack(tensor: Tensor) -> Tensor:
+    """View [..., m, n] as [count, m, n]."""
+    flat = tensor.unsqueeze(0) if tensor.ndim == 2 else tensor.flatten(0, -3)
     assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "a copy would lose the update"
-    return flat.mT if flat.shape[-2] > flat.shape[-1] else flat
+    return flat
 
 
 def _chunks(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
@@ -243,11 +246,10 @@ def _chunks(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     room = limit
     for piece in pieces:
-        start, count = 0, piece.update.shape[0]
+        start, count = 0, piece.grad.shape[0]
         while start < count:
             taken = min(room, count - start)
-            rows = slice(start, start + taken)
-            batch.append(Piece(piece.update[rows], piece.target[rows], piece.scale))
+            batch.append(piece.part(start, start + taken))
             start, room = start + taken, room - taken
             if room == 0:
                 yield batch
@@ -257,9 +259,15 @@ def _chunks(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
 
 
 def _orthogonal_step(group: dict[str, Any], lr: float, pieces: list[Piece]) -> None:
-    """Move the targets of one batch. The orthogonaliser copies its input: ``update`` may be the momentum itself."""
-    batch = torch.cat([p.update for p in pieces]) if len(pieces) > 1 else pieces[0].update
-    dtype = torch.float64 if batch.dtype == torch.float64 else getattr(torch, group["ns_dtype"])
-    result = orthogonalize_batch(batch, group["orthogonalizer"], group["ns_steps"], dtype=dtype)
-    for piece, step in zip(pieces, result.split([p.update.shape[0] for p in pieces]), strict=True):
+    """Move the targets of one batch by their orthogonalised (Nesterov) momentum, gathered in a workspace."""
+    counts = [p.grad.shape[0] for p in pieces]
+    work = torch.empty(sum(counts), *pieces[0].grad.shape[1:], dtype=pieces[0].grad.dtype, device=pieces[0].grad.device)
+    for piece, slot in zip(pieces, work.split(counts), strict=True):
+        if group["nesterov"]:
+            torch.lerp(piece.grad, piece.momentum, group["momentum"], out=slot)
+        else:
+            slot.copy_(piece.momentum)
+    dtype = torch.float64 if work.dtype == torch.float64 else getattr(torch, group["ns_dtype"])
+    result = orthogonalize(work, group["orthogonalizer"], group["ns_steps"], dtype=dtype)
+    for piece, step in zip(pieces, result.split(counts), strict=True):
         piece.target.add_(step, alpha=-lr * piece.scale)

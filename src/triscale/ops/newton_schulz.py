@@ -188,7 +188,7 @@ def _by_pieces(batch: Tensor, coefficients: tuple[Triple, ...], tight: bool) -> 
 
 
 def _iterate(x: Tensor, coefficients: tuple[Triple, ...], tight: bool) -> Tensor:
-    """The iteration X <- a X + (b S + c S^2) X on [B, m, n] or [m, n]; overwrites ``x``."""
+    """The iteration X <- (a I + b S + c S^2) X on [B, m, n] or [m, n]; overwrites ``x``."""
     wide = x.shape[-2] <= x.shape[-1]
     side = min(x.shape[-2:])
     gram, poly = (torch.empty(*x.shape[:-2], side, side, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -198,17 +198,14 @@ def _iterate(x: Tensor, coefficients: tuple[Triple, ...], tight: bool) -> Tensor
         if tight and index == 0:
             _symmetric(gram, gram, poly)
             _scaled_polynomial(gram, poly, a, b, c)
-            torch.matmul(poly, x, out=other) if wide else torch.matmul(x, poly, out=other)
         else:
             _symmetric(gram, gram, poly, gram, b, c)
-            _multiply_add(x, poly, a, wide, other)
+            if tight:  # cheaper than adding a X to the product; in bf16 it costs the published methods accuracy
+                poly.diagonal(dim1=-2, dim2=-1).add_(a)
+        factors = (poly, x) if wide else (x, poly)
+        _matmul(*factors, other, None if tight else x, a, 1.0)
         x, other = other, x
     return x
-
-
-def _multiply_add(x: Tensor, poly: Tensor, a: float, wide: bool, out: Tensor) -> None:
-    multiply = torch.baddbmm if x.ndim == 3 else torch.addmm
-    multiply(x, poly, x, beta=a, out=out) if wide else multiply(x, x, poly, beta=a, out=out)
 
 
 def _symmetric(
@@ -226,8 +223,9 @@ def _symmetric(
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None, beta: float, alpha: float) -> None:
+    """out = beta * plus + alpha * left @ right, by the kernel for the number of dimensions."""
     if plus is None:
-        torch.matmul(left, right, out=out)
+        (torch.bmm if out.ndim == 3 else torch.mm)(left, right, out=out)
     else:
         (torch.baddbmm if out.ndim == 3 else torch.addmm)(plus, left, right, beta=beta, alpha=alpha, out=out)
 

@@ -1,0 +1,114 @@
+"""One optimizer step of MuonClip's Muon against torch.optim.Muon, interleaved, on the matrices of three models.
+
+mix10m: a 10M-parameter Llama shape (width 320, 6 layers). mix100m: a 100M-parameter one (width 768, 12 layers).
+experts: one stack of 64 experts of 512 x 256 (torch.optim.Muon takes only two dimensions and gets 64 matrices).
+Both run five Jordan steps in bf16 unless a name ends in another method. error.*: mean |singular value - 1| of the
+update on Gaussian matrices and at condition number 1e3 (log-uniform singular values), with the same bf16 arithmetic.
+peak: our share of the measured bf16 matrix-product rate on mix100m, counting every product in full.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from _measure import arguments, interleave, matmul_peak, report
+from triscale.ops import orthogonalize
+from triscale.ops.newton_schulz import METHODS
+from triscale.optim import MuonClip
+
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}
+OTHERS = ("tight4",)
+MIXES: dict[str, list[tuple[int, ...]]] = {
+    "mix10m": [(320, 320)] * 24 + [(864, 320)] * 12 + [(320, 864)] * 6,
+    "mix100m": [(768, 768)] * 48 + [(2048, 768)] * 24 + [(768, 2048)] * 12,
+    "experts": [(64, 512, 256)],
+}
+ERROR_SHAPES = [(320, 320), (320, 864), (768, 768), (768, 2048), (256, 512), (64, 256)]
+
+
+def parameters(shapes: list[tuple[int, ...]], split: bool) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in shapes:
+        weight, grad = (torch.randn(shape, generator=generator) * scale for scale in (0.02, 1e-3))
+        pieces = zip(weight, grad, strict=True) if split and len(shape) == 3 else [(weight, grad)]
+        for w, g in pieces:
+            parameter = nn.Parameter(w.clone())
+            parameter.grad = g.clone()
+            made.append(parameter)
+    return made
+
+
+def flops(shapes: list[tuple[int, ...]], method: str) -> int:
+    """Matrix products of one step, each counted in full."""
+    total = 0
+    for shape in shapes:
+        count = shape[0] if len(shape) == 3 else 1
+        small, large = min(shape[-2:]), max(shape[-2:])
+        total += count * len(METHODS[method].coefficients) * (4 * small**2 * large + 2 * small**3)
+    return total
+
+
+def hard(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    rank = min(rows, columns)
+    u = torch.linalg.qr(torch.randn(rows, rank, generator=generator))[0]
+    v = torch.linalg.qr(torch.randn(columns, rank, generator=generator))[0]
+    return (u * torch.logspace(0, -3, rank)) @ v.T
+
+
+def errors() -> dict[str, dict[str, float]]:
+    """Mean |singular value - 1| by input kind and method, averaged over shapes."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "gaussian": [torch.randn(shape, generator=generator) for shape in ERROR_SHAPES],
+        "condition_1e3": [hard(*shape, generator) for shape in ERROR_SHAPES],
+    }
+    methods = {
+        "torch": lambda x: _zeropower_via_newtonschulz(x, (3.4445, -4.7750, 2.0315), 5, 1e-7),
+        "jordan5": lambda x: orthogonalize(x, "jordan5", dtype=torch.bfloat16),
+        **{m: lambda x, m=m: orthogonalize(x, m, dtype=torch.bfloat16) for m in OTHERS},
+    }
+    deviation = lambda y: (torch.linalg.svdvals(y.double()) - 1).abs().mean().item()
+    return {
+        kind: {name: sum(deviation(run(x)) for x in xs) / len(xs) for name, run in methods.items()}
+        for kind, xs in inputs.items()
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", repeats=7)
+    medians, ratios = {}, {}
+    for mix, shapes in MIXES.items():
+        peer = torch.optim.Muon(parameters(shapes, True), adjust_lr_fn="match_rms_adamw", **SETTINGS)
+        steps = {"torch": peer.step}
+        for method in ("jordan5", *OTHERS):
+            groups = [{"params": parameters(shapes, False), "algorithm": "muon"}]
+            ours = MuonClip(groups, orthogonalizer=method, qk_clip_threshold=None, **SETTINGS)
+            steps[method] = ours.step
+        seconds = interleave(steps, options.repeats)
+        medians |= {f"{mix}.{name}": value for name, value in seconds.items()}
+        ratios[mix] = seconds["torch"] / seconds["jordan5"]
+        ratios |= {f"{mix}.{m}": seconds["torch"] / seconds[m] for m in OTHERS}
+    peak = matmul_peak(torch.bfloat16)
+    for method in ("jordan5", *OTHERS):
+        share = flops(MIXES["mix100m"], method) / medians[f"mix100m.{method}"] / peak
+        ratios["peak" if method == "jordan5" else f"peak.{method}"] = share
+    for kind, values in errors().items():
+        medians |= {f"error.{kind}.{name}": value for name, value in values.items()}
+        ratios |= {
+            f"error.{kind}" + ("" if name == "jordan5" else f".{name}"): values["torch"] / value
+            for name, value in values.items()
+            if name != "torch"
+        }
+    meta = {"peak_bf16_flops": peak, **{f"parameters.{m}": sum(map(_size, s)) for m, s in MIXES.items()}}
+    report(meta, medians, ratios, options.json)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+if __name__ == "__main__":
+    main()

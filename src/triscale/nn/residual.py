@@ -68,7 +68,7 @@ class DepthState(NamedTuple):
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
     inverse_rms: tuple[Tensor, ...] = ()  # one [tokens] tensor per sealed block, constant through autograd
-    ahead: two_phase.Ahead | None = None
+    ahead: two_phase.Ahead | two_phase.AheadOfOne | None = None
 
 
 class AttentionResidual(nn.Module):
@@ -96,30 +96,35 @@ class AttentionResidual(nn.Module):
         self.proj = nn.Linear(context.width, 1, bias=False, **context.factory)
         nn.init.zeros_(self.proj.weight)
         self.norm = RMSNorm(context.width, context.norm_eps, **context.factory)
-        self._folded: tuple[tuple, Tensor] | None = None
+        self.eps = context.norm_eps
+        self._folded: tuple[tuple | None, two_phase.Folded] | None = None
         self.following: tuple[AttentionResidual, ...] = ()  # set by link_depth; a tuple, so not a submodule
 
     def read(self, state: DepthState, norm: nn.Module | None = None) -> Tensor:
         """[1, N, width]: the mixture over depth, with ``norm`` applied when given (fused: nothing more is kept)."""
-        first = state.blocks[0] if state.blocks else state.partial
+        partial = state.partial
+        if state.ahead is not None and partial is not None:
+            return self._read_ahead(state.ahead, partial, norm)
+        first = state.blocks[0] if state.blocks else partial
         assert first is not None
         with _no_autocast(first.device.type):  # scores, softmax and sum stay fp32
             return self._read(state, norm)
 
+    def _read_ahead(
+        self, ahead: two_phase.Ahead | two_phase.AheadOfOne, partial: Tensor, norm: nn.Module | None
+    ) -> Tensor:
+        fused = (norm._parameters["weight"], norm.eps) if isinstance(norm, RMSNorm) else None
+        h = ahead.read(ahead.last if self.index is None else self.index, partial, self.eps, fused)  # type: ignore
+        return h if fused is not None or norm is None else norm(h)
+
     def _read(self, state: DepthState, norm: nn.Module | None) -> Tensor:
-        if state.ahead is not None and state.partial is not None:
-            row = len(state.ahead.folded) - 1 if self.index is None else self.index - state.ahead.first
-            mixed = two_phase.merge(state.ahead, row, state.partial, self.norm.eps)
-            if isinstance(norm, RMSNorm):
-                return two_phase.normalize(mixed, norm.weight, norm.eps)
-            return mixed if norm is None else norm(mixed)
         sources = [*state.blocks] if state.partial is None else [*state.blocks, state.partial]
         fused = isinstance(norm, RMSNorm) and len(sources) > 1
         mixed = mix_over_depth(
             sources,
             self.proj.weight,
             self.norm.weight,
-            self.norm.eps,
+            self.eps,
             inverse_rms=state.inverse_rms,
             output_norm=(norm.weight, norm.eps) if fused else None,  # type: ignore[union-attr, arg-type]
         )
@@ -134,38 +139,38 @@ class AttentionResidual(nn.Module):
         output = output.to(first.dtype)  # sums are kept in the embedding's dtype, also under autocast
         if partial is not None and self.index % self.block == 0:
             with _no_autocast(partial.device.type):
-                return self._seal((*blocks, partial), inverse, output)
+                return self._seal((*blocks, partial), state, output)
         # out of place: `partial` is also a source that backward needs
         return DepthState(blocks, output if partial is None else partial + output, inverse, ahead)
 
-    def _seal(self, blocks: tuple[Tensor, ...], inverse: tuple[Tensor, ...], output: Tensor) -> DepthState:
+    def _seal(self, blocks: tuple[Tensor, ...], state: DepthState, output: Tensor) -> DepthState:
         if len(self.following) > 1 and not torch.is_grad_enabled():
             folded = self._folded_queries(blocks[0].dtype)
-            if folded is not None and len(folded) * blocks[0].numel() <= two_phase.LIMIT:
+            if folded is not None and len(folded.rows) * blocks[0].numel() <= two_phase.LIMIT:
                 assert self.index is not None
-                return DepthState(
-                    blocks, output, (), two_phase.look_ahead(self.index + 1, blocks, folded, self.norm.eps)
-                )
-        # known for a prefix of the blocks only after two-phase steps, where nothing is known: start over
-        known = inverse if len(inverse) == len(blocks) - 1 else ()
-        missing = tuple(inverse_rms_of(block, self.norm.eps) for block in blocks[len(known) :])
+                ahead = two_phase.look_ahead(self.index + 1, blocks, folded, self.eps, state.ahead)
+                return DepthState(blocks, output, (), ahead)
+        known = state.inverse_rms if len(state.inverse_rms) == len(blocks) - 1 else ()  # () after a two-phase step
+        missing = tuple(inverse_rms_of(block, self.eps) for block in blocks[len(known) :])
         return DepthState(blocks, output, (*known, *missing))
 
-    def _folded_queries(self, dtype: torch.dtype) -> Tensor | None:
-        """[Q, width] query * norm weight of the sublayers that read the blocks sealed here; None if sharded.
+    def _folded_queries(self, dtype: torch.dtype) -> two_phase.Folded | None:
+        """Query * norm weight of the sublayers that read the blocks sealed here; None if sharded.
 
-        Kept until one of the parameters changes, moves or is replaced.
+        Kept until one of the parameters changes, moves or is replaced. (Attribute access on modules is slow enough to
+        matter at one token a call, hence the dictionaries.)
         """
-        queries = [other.proj.weight for other in self.following]
-        norms = [other.norm.weight for other in self.following]
-        if any(hasattr(query, "device_mesh") for query in queries):
+        parts = [other._modules for other in self.following]
+        queries = [part["proj"]._parameters["weight"] for part in parts]  # type: ignore[union-attr]
+        norms = [part["norm"]._parameters["weight"] for part in parts]  # type: ignore[union-attr]
+        if hasattr(queries[0], "device_mesh"):
             return None  # DTensors: other layers' parameters are not at hand
         work = torch.promote_types(dtype, torch.float32)
-        if queries[0].is_inference():  # made in inference mode: no version counter, so nothing can be kept
-            return torch.cat(queries).to(work) * torch.stack(norms).to(work)
-        key = (work, *((p.data_ptr(), p._version) for p in (*queries, *norms)))
-        if self._folded is None or self._folded[0] != key:
-            self._folded = key, torch.cat(queries).to(work) * torch.stack(norms).to(work)
+        counted = not queries[0].is_inference()  # type: ignore[union-attr]
+        key = (work, *((p.data_ptr(), p._version) for p in (*queries, *norms))) if counted else None  # type: ignore
+        if self._folded is None or key is None or self._folded[0] != key:
+            matrix = torch.cat(queries).to(work) * torch.stack(norms).to(work)  # type: ignore[arg-type]
+            self._folded = key, two_phase.Folded(matrix, matrix.unbind(0))
         return self._folded[1]
 
     def parameter_roles(self) -> dict[str, Role]:

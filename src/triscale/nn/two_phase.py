@@ -4,6 +4,9 @@ Phase one, when a block is sealed: one pass over the sealed blocks for all subla
 each of those sublayers: merge the open block's sum with an online softmax, which is exact::
 
     a = sigmoid(score(partial) - log sum exp(sealed scores)) ;   h = (1 - a) mixed + a partial
+
+:class:`Ahead` is this for any number of tokens. Decoding one token on a CPU is bound by the number of calls and not by
+arithmetic, so :class:`AheadOfOne` does the same with Python numbers wherever a tensor would hold a single element.
 """
 
 from __future__ import annotations
@@ -22,56 +25,97 @@ from triscale.ops.depth_attention import inverse_rms_of
 LIMIT = 1 << 26
 
 
+class Folded(NamedTuple):
+    """Query * norm weight of the coming sublayers: [Q, D], and the same as Q vectors."""
+
+    matrix: Tensor
+    rows: tuple[Tensor, ...]
+
+
 class Ahead(NamedTuple):
     """The sealed blocks as seen by the coming sublayers, one entry each."""
 
     first: int  # sublayer index of entry 0
-    folded: tuple[Tensor, ...]  # [D] query * norm weight
+    folded: Folded
     mixed: tuple[Tensor, ...]  # [tokens, D] mixture of the sealed blocks
-    log_sum: Sequence[Tensor | float]  # [tokens] log of the sum of exponentiated scores; a number for one token
+    log_sum: tuple[Tensor, ...]  # [tokens] log of the sum of exponentiated scores
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.mixed) - 1
+
+    def read(self, index: int, partial: Tensor, eps: float, norm: tuple[Tensor, float] | None) -> Tensor:
+        """Phase two for sublayer ``index``; partial [..., D] -> h, RMS-normalised with (weight, eps) if given."""
+        row = index - self.first
+        mixed = self.mixed[row]
+        value = partial.reshape(mixed.shape).to(mixed.dtype)
+        with torch.autocast(value.device.type, enabled=False):
+            score = (value @ self.folded.rows[row]) * inverse_rms_of(value, eps)
+        h = torch.lerp(mixed, value, torch.sigmoid(score - self.log_sum[row])[:, None])
+        if norm is not None:
+            h = F.rms_norm(h, h.shape[-1:], norm[0].to(h.dtype), norm[1])
+        return h.to(partial.dtype).view(partial.shape)
 
 
-def look_ahead(first: int, blocks: Sequence[Tensor], folded: Tensor, eps: float) -> Ahead:
-    """Phase one for the queries ``folded`` [Q, D], in their dtype."""
-    width = folded.shape[1]
-    values = torch.stack(tuple(blocks)).view(len(blocks), -1, width).to(folded.dtype)
-    inverse = inverse_rms_of(values, eps).view(values.shape[:2])
-    scores = (values @ folded.mT).mul_(inverse[..., None])  # [n, tokens, Q]
+class AheadOfOne(NamedTuple):
+    """:class:`Ahead` for one token. mixed is not normalised: sum of exp(score - peak) v; total: the sum of weights."""
+
+    first: int
+    folded: Folded
+    mixed: tuple[Tensor, ...]  # [D]
+    peak: list[float]
+    total: list[float]
+    inverse: tuple[float, ...]  # inverse RMS of the sealed blocks, for the next phase one
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.mixed) - 1
+
+    def read(self, index: int, partial: Tensor, eps: float, norm: tuple[Tensor, float] | None) -> Tensor:
+        row = index - self.first
+        mixed, peak = self.mixed[row], self.peak[row]
+        value = partial.view(-1)
+        if partial.dtype != mixed.dtype:
+            value = value.to(mixed.dtype)
+        score = torch.dot(value, self.folded.rows[row]).item() * _inverse_rms(value, eps)
+        top = max(peak, score)
+        old, new = math.exp(peak - top), math.exp(score - top)
+        total = old * self.total[row] + new
+        h = torch.mul(mixed, old / total).add_(value, alpha=new / total)
+        if norm is not None:
+            h = (h * norm[0]).mul_(_inverse_rms(h, norm[1]))
+        return h.view(partial.shape) if h.dtype == partial.dtype else h.to(partial.dtype).view(partial.shape)
+
+
+def look_ahead(
+    first: int, blocks: Sequence[Tensor], folded: Folded, eps: float, before: Ahead | AheadOfOne | None
+) -> Ahead | AheadOfOne:
+    """Phase one; ``before`` is the previous block's, if there was one. Computed in the dtype of ``folded``."""
+    width, work = folded.matrix.shape[1], folded.matrix.dtype
+    values = torch.cat(tuple(blocks)).to(work)
+    tokens = blocks[0].numel() // width
+    if tokens == 1 and values.device.type == "cpu":
+        known = before.inverse if isinstance(before, AheadOfOne) else ()
+        return _look_ahead_of_one(first, values.view(len(blocks), width), folded, eps, known)
+    values = values.view(len(blocks), tokens, width)
+    inverse = inverse_rms_of(values, eps).view(len(blocks), tokens, 1)
+    scores = (values @ folded.matrix.mT).mul_(inverse)  # [n, tokens, Q]
     log_sum = torch.logsumexp(scores, dim=0)
     weights = scores.sub_(log_sum).exp_()
     mixed = torch.bmm(weights.permute(1, 2, 0), values.transpose(0, 1))  # [tokens, Q, D]
-    single = _single_token_on_cpu(values[0])
-    sums: Sequence[Tensor | float] = log_sum[0].tolist() if single else log_sum.unbind(1)
-    return Ahead(first, folded.unbind(0), mixed.unbind(1), sums)
+    return Ahead(first, folded, mixed.unbind(1), log_sum.unbind(1))
 
 
-def merge(ahead: Ahead, row: int, partial: Tensor, eps: float) -> Tensor:
-    """Phase two for entry ``row``; partial [..., D] -> h of the same shape and dtype."""
-    mixed, folded, log_sum = ahead.mixed[row], ahead.folded[row], ahead.log_sum[row]
-    value = partial.reshape(mixed.shape).to(mixed.dtype)
-    if isinstance(log_sum, float):  # one token: plain numbers are cheaper than tensors of one element
-        one = value[0]
-        scale = 1 / math.sqrt(torch.dot(one, one).item() / one.shape[0] + eps)
-        weight = _sigmoid(torch.dot(one, folded).item() * scale - log_sum)
-        return torch.lerp(mixed, value, weight).to(partial.dtype).view(partial.shape)
-    score = (value @ folded) * inverse_rms_of(value, eps)
-    return torch.lerp(mixed, value, torch.sigmoid(score - log_sum)[:, None]).to(partial.dtype).view(partial.shape)
+def _look_ahead_of_one(first: int, values: Tensor, folded: Folded, eps: float, known: tuple[float, ...]) -> AheadOfOne:
+    """values [n, D]; ``known`` inverse RMS of a prefix of them."""
+    inverse = (*known, *(_inverse_rms(value, eps) for value in values[len(known) :]))
+    scores = (folded.matrix @ values.mT).mul_(torch.tensor(inverse, dtype=values.dtype))  # [Q, n]
+    peak = scores.amax(1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    return AheadOfOne(
+        first, folded, (weights @ values).unbind(0), peak.view(-1).tolist(), weights.sum(1).tolist(), inverse
+    )
 
 
-def normalize(h: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the merged value; for one token on a CPU in far fewer calls than the general form."""
-    if not _single_token_on_cpu(h.reshape(-1, h.shape[-1])) or h.dtype not in (torch.float32, torch.float64):
-        wide = torch.promote_types(h.dtype, torch.float32)
-        return F.rms_norm(h.to(wide), h.shape[-1:], weight.to(wide), eps).to(h.dtype)
-    one = h.view(-1)
-    return (h * weight).mul_(1 / math.sqrt(torch.dot(one, one).item() / one.shape[0] + eps))
-
-
-def _single_token_on_cpu(values: Tensor) -> bool:
-    return values.shape[0] == 1 and values.device.type == "cpu"
-
-
-def _sigmoid(x: float) -> float:
-    if x >= 0:
-        return 1 / (1 + math.exp(-x))
-    return math.exp(x) / (1 + math.exp(x))
+def _inverse_rms(value: Tensor, eps: float) -> float:
+    return 1 / math.sqrt(torch.dot(value, value).item() / value.shape[0] + eps)

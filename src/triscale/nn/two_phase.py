@@ -58,13 +58,12 @@ class Ahead(NamedTuple):
 
 
 class AheadOfOne(NamedTuple):
-    """:class:`Ahead` for one token. mixed is not normalised: sum of exp(score - peak) v; total: the sum of weights."""
+    """:class:`Ahead` for one token, its numbers in Python."""
 
     first: int
     folded: Folded
     mixed: tuple[Tensor, ...]  # [D]
-    peak: list[float]
-    total: list[float]
+    log_sum: list[float]
     inverse: tuple[float, ...]  # inverse RMS of the sealed blocks, for the next phase one
 
     @property
@@ -73,15 +72,11 @@ class AheadOfOne(NamedTuple):
 
     def read(self, index: int, partial: Tensor, eps: float, norm: tuple[Tensor, float] | None) -> Tensor:
         row = index - self.first
-        mixed, peak = self.mixed[row], self.peak[row]
-        value = partial.view(-1)
+        mixed, value = self.mixed[row], partial.view(-1)
         if partial.dtype != mixed.dtype:
             value = value.to(mixed.dtype)
         score = torch.dot(value, self.folded.rows[row]).item() * _inverse_rms(value, eps)
-        top = max(peak, score)
-        old, new = math.exp(peak - top), math.exp(score - top)
-        total = old * self.total[row] + new
-        h = torch.mul(mixed, old / total).add_(value, alpha=new / total)
+        h = torch.lerp(mixed, value, _sigmoid(score - self.log_sum[row]))
         if norm is not None:
             h = (h * norm[0]).mul_(_inverse_rms(h, norm[1]))
         return h.view(partial.shape) if h.dtype == partial.dtype else h.to(partial.dtype).view(partial.shape)
@@ -96,7 +91,8 @@ def look_ahead(
     tokens = blocks[0].numel() // width
     if tokens == 1 and values.device.type == "cpu":
         known = before.inverse if isinstance(before, AheadOfOne) else ()
-        return _look_ahead_of_one(first, values.view(len(blocks), width), folded, eps, known)
+        missing = (_inverse_rms(block.view(-1).to(work), eps) for block in blocks[len(known) :])
+        return _look_ahead_of_one(first, values.view(len(blocks), width), folded, (*known, *missing))
     values = values.view(len(blocks), tokens, width)
     inverse = inverse_rms_of(values, eps).view(len(blocks), tokens, 1)
     scores = (values @ folded.matrix.mT).mul_(inverse)  # [n, tokens, Q]
@@ -106,16 +102,22 @@ def look_ahead(
     return Ahead(first, folded, mixed.unbind(1), log_sum.unbind(1))
 
 
-def _look_ahead_of_one(first: int, values: Tensor, folded: Folded, eps: float, known: tuple[float, ...]) -> AheadOfOne:
-    """values [n, D]; ``known`` inverse RMS of a prefix of them."""
-    inverse = (*known, *(_inverse_rms(value, eps) for value in values[len(known) :]))
+def _look_ahead_of_one(first: int, values: Tensor, folded: Folded, inverse: tuple[float, ...]) -> AheadOfOne:
+    """values [n, D]."""
     scores = (folded.matrix @ values.mT).mul_(torch.tensor(inverse, dtype=values.dtype))  # [Q, n]
-    peak = scores.amax(1, keepdim=True)
-    weights = scores.sub_(peak).exp_()
-    return AheadOfOne(
-        first, folded, (weights @ values).unbind(0), peak.view(-1).tolist(), weights.sum(1).tolist(), inverse
-    )
+    weights = torch.softmax(scores, dim=1)
+    log_sum = []
+    for row, weight in zip(scores.tolist(), weights.tolist(), strict=True):
+        best = max(range(len(row)), key=row.__getitem__)
+        log_sum.append(row[best] - math.log(weight[best]))
+    return AheadOfOne(first, folded, (weights @ values).unbind(0), log_sum, inverse)
 
 
 def _inverse_rms(value: Tensor, eps: float) -> float:
     return 1 / math.sqrt(torch.dot(value, value).item() / value.shape[0] + eps)
+
+
+def _sigmoid(x: float) -> float:
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    return math.exp(x) / (1 + math.exp(x))

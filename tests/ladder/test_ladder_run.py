@@ -184,11 +184,11 @@ def test_tuning_extends_the_grid_and_finds_the_inside(make_ladder, runtime, tmp_
     ladder = make_ladder({"rates": [1e-5, 3e-5], "seeds": [0]})
     with Progress() as progress:
         record = tune(ladder, tmp_path, runtime, progress, ("baseline",))
-    rates = [float(rate) for rate in record["arms"]["baseline"]["losses"]]
-    assert max(rates) > 1e-4
+    row = record["rungs"]["one"]["arms"]["baseline"]
+    assert max(float(rate) for rate in row["losses"]) > 1e-4
     tuned = with_rates(ladder, record)
-    assert tuned.baseline.learning_rate == record["arms"]["baseline"]["best"]
-    assert tuned.arms[1].learning_rate is None
+    assert tuned.baseline.rate("one") == row["best"]
+    assert tuned.arms[1].rate("one") is None
 
 
 def test_plan_counts_without_training(make_ladder, runtime, tmp_path):

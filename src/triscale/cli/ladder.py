@@ -106,24 +106,29 @@ def _observed_sd(path: Path) -> float:
 @TRUST
 @JSON
 @click.option("--arm", "arms", multiple=True, help="Tune only this arm (repeatable).")
+@click.option("--rung", "rungs", multiple=True, help="Tune on this rung instead of the smallest (repeatable).")
 @overrides_argument
-def tune(name: str, runs: Path | None, trust_imports: bool, as_json: bool, arms: tuple[str, ...], overrides) -> None:
-    """Sweep the learning rate of each arm on the smallest rung; prints the best and records every run."""
+def tune(
+    name: str, runs: Path | None, trust_imports: bool, as_json: bool, arms: tuple[str, ...], rungs: tuple[str, ...],
+    overrides,
+) -> None:  # fmt: skip
+    """Sweep the learning rate of each arm; prints the best and records every run."""
     from triscale.ladder.tune import tune as sweep
     from triscale.train.progress import Progress
 
     runner = _load(name, overrides, trust_imports)
     folder = runs or Path("runs") / f"{runner.ladder.name}-tuning"
     with Progress() as progress:
-        record = _interruptible(lambda: sweep(runner.ladder, folder, runner.runtime, progress, arms), folder)
+        record = _interruptible(lambda: sweep(runner.ladder, folder, runner.runtime, progress, arms, rungs), folder)
     if as_json:
         click.echo(json.dumps(record))
         return
-    for arm, row in record["arms"].items():
-        inside = "" if row["inside"] else "  (at the edge of the grid: try more rates)"
-        losses = row["losses"].items()
-        tried = ", ".join(f"{rate}: {loss:.4f}" if loss else f"{rate}: diverged" for rate, loss in losses)
-        click.echo(f"{arm:<24} learning_rate = {row['best']:g}{inside}   [{tried}]")
+    for rung, found in record["rungs"].items():
+        for arm, row in found["arms"].items():
+            inside = "" if row["inside"] else "  (at the edge of the grid: try more rates)"
+            losses = row["losses"].items()
+            tried = ", ".join(f"{rate}: {loss:.4f}" if loss else f"{rate}: diverged" for rate, loss in losses)
+            click.echo(f"{rung:<10} {arm:<24} {row['best']:g}{inside}   [{tried}]")
 
 
 @click.command(context_settings=OVERRIDES)

@@ -33,11 +33,18 @@ class RungConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmConfig:
-    """One set of overrides over the baseline. learning_rate: tuned on the smallest rung (``ladder tune``)."""
+    """One set of overrides over the baseline. learning_rate: as found by ``ladder tune`` on the smallest rung.
+
+    learning_rates: by rung name, where a rung was tuned itself because a rate does not carry over to its size.
+    """
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
+    learning_rates: dict[str, float] = field(default_factory=dict)
+
+    def rate(self, rung: str) -> float | None:
+        return self.learning_rates.get(rung, self.learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,11 @@ class LadderConfig:
             for name in names:
                 if names.count(name) > 1 or not name.replace("-", "").replace("_", "").replace("+", "").isalnum():
                     raise ValueError(f"{kind}: the name {name!r} must be unique, of letters, digits, '-', '_' and '+'")
+        known = {rung.name for rung in self.rungs}
+        for arm in self.arms:
+            if not arm.learning_rates.keys() <= known:
+                raise ValueError(f"arms: learning_rates of {arm.name!r} names {sorted(arm.learning_rates.keys() - known)}, "
+                                 f"which is no rung; rungs: {', '.join(sorted(known))}")  # fmt: skip
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds: {list(self.seeds)} must be distinct and not empty")
 
@@ -77,8 +89,9 @@ class LadderConfig:
         """The nested dict of one run, before matching."""
         tree = overlay(overlay(self.base, rung.config), arm.config)
         tree = overlay(tree, {"seed": seed, "train": {"tokens": tokens or rung.tokens}})
-        if arm.learning_rate is not None:
-            tree = overlay(tree, {"optimizer": {"lr": arm.learning_rate}})
+        rate = arm.rate(rung.name)
+        if rate is not None:
+            tree = overlay(tree, {"optimizer": {"lr": rate}})
         return tree
 
     def run_config(self, rung: RungConfig, arm: ArmConfig, seed: int, tokens: int | None = None) -> RunConfig:

@@ -18,6 +18,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "muon-attribution": ("triscale.studies.muon_attribution", "Which ingredient of MuonClip carries the gain?"),
     "swarm-width": ("triscale.studies.swarm_width", "When does a swarm save time over one agent, and at what cost?"),
     "attnres": ("triscale.studies.attnres", "Do Attention Residuals help over recurrent layers too?"),
+    "expert-balance": ("triscale.studies.expert_balance", "How fast does a routing bias even out its experts?"),
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from triscale.config import TriScaleError
 
 from .chunked import chunked_from_inputs
+from .flash_linear_attention import fla_from_inputs, why_not
 from .inputs import CuSeqlens, normalise
 from .reference import recurrent_from_inputs
 
@@ -52,6 +53,13 @@ def gated_delta_rule(
     with torch.autocast(q.device.type, enabled=False):  # the inputs' dtypes decide, not the surroundings
         if path == "reference":
             return recurrent_from_inputs(inputs, output_final_state)
-        if path in ("auto", "chunked"):
+        if path == "chunked":
             return chunked_from_inputs(inputs, chunk_size, output_final_state)
-    raise TriScaleError(f"gated_delta_rule: path is {path!r}. Use auto, reference, chunked or fla")
+        if path not in ("auto", "fla"):
+            raise TriScaleError(f"gated_delta_rule: path is {path!r}. Use auto, reference, chunked or fla")
+        reason = why_not(inputs, chunk_size)
+        if reason is None:
+            return fla_from_inputs(inputs, output_final_state)
+        if path == "fla":
+            raise TriScaleError(f"gated_delta_rule: flash-linear-attention declines: {reason}. Use path='auto'")
+        return chunked_from_inputs(inputs, chunk_size, output_final_state)

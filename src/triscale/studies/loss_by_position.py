@@ -1,0 +1,163 @@
+"""How does loss fall with the token's position? An LSTM, a transformer and a Kimi Linear hybrid on real text.
+
+Each arm trains with the ordinary trainer on the same batches; afterwards every held-out token's loss is filed under its
+position in its document. A model that uses its context keeps improving along it. Intervals are 95 % over held-out rows
+(of which positions are parts, so rows, not tokens, are the sample). Runs resume where they stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from triscale import __version__
+from triscale.config import from_dict, overlay, require
+from triscale.data.heldout import HeldoutRows
+from triscale.data.prepare import PreparedData, prepare
+from triscale.models import count_parameters
+from triscale.models.decoder import Decoder
+from triscale.train.config import RunConfig, Runtime
+from triscale.train.evaluate import to_batch
+from triscale.train.load import load_run
+from triscale.train.loop import Trainer
+from triscale.train.progress import Progress
+
+ARMS: dict[str, dict[str, Any]] = {
+    "LSTM": {"kind": "lstm"},
+    "transformer": {"kind": "grouped_query_attention", "heads": 4},
+    "Kimi Linear": {
+        "kind": "hybrid",
+        "pattern": "3:1",
+        "linear": {"kind": "delta_attention", "heads": 4},
+        "full": {"kind": "latent_attention", "heads": 4},
+    },
+}
+BASE: dict[str, Any] = {
+    "model": {"width": 128, "depth": 4},
+    "optimizer": {"kind": "adamw", "lr": 3e-3},
+    "train": {"row_length": 1024, "batch_tokens": 8192, "micro_batch_tokens": 4096, "tokens": 4_000_000},
+}
+
+
+def run(
+    output: Path,
+    arms: Sequence[str] = tuple(ARMS),
+    seeds: Sequence[int] = (0, 1),
+    rows: int = 128,
+    overrides: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train ``arms`` x ``seeds`` and write results.json, README.md and the figure. ``overrides`` are laid over the
+    run config of every arm; ``rows``: held-out rows evaluated."""
+    output.mkdir(parents=True, exist_ok=True)
+    where = from_dict(Runtime, runtime or {}, "runtime")
+    curves: dict[str, Any] = {}
+    for arm in arms:
+        losses, parameters = [], 0
+        for seed in seeds:
+            tree = overlay(overlay(BASE, {"model": {"mixer": ARMS[arm]}, "seed": seed}), overrides or {})
+            config = from_dict(RunConfig, tree)
+            folder = output / "runs" / f"{arm.lower().replace(' ', '-')}-seed{seed}"
+            with Progress(f"{folder.name}:") as progress:
+                data = prepare(config.data, where.cache_dir, progress.preparing)
+                Trainer(config, where, folder, listeners=(progress,), prepared=data).train()
+            loaded = load_run(folder, where.device)
+            parameters = count_parameters(loaded.model)["total"]
+            losses.append(losses_by_row(loaded.model, data, config.train.row_length, rows))
+        curves[arm] = {"parameters": parameters, **summarise(losses, config.train.row_length)}
+        print(
+            f"{arm:<12} loss {curves[arm]['loss'][0]:.3f} at the start, {curves[arm]['loss'][-1]:.3f} at the end",
+            flush=True,
+        )
+    meta = {"triscale": __version__, "torch": torch.__version__, "seeds": list(seeds), "rows": rows,
+            "corpus": data.report.corpus_hash, "tokens": config.train.tokens, "width": config.model.width,
+            "depth": config.model.depth}  # fmt: skip
+    result = {"meta": meta, "curves": curves}
+    (output / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (output / "README.md").write_text(_readme(result), encoding="utf-8")
+    _figure(result, output / "loss-by-position.svg")
+    return result
+
+
+@torch.no_grad()
+def losses_by_row(model: Decoder, data: PreparedData, row_length: int, rows: int) -> np.ndarray:
+    """Loss [rows, row_length] of each held-out token at its position in its document; NaN where a row has none."""
+    heldout = HeldoutRows(data, row_length, rows)
+    table = np.full((heldout.rows, row_length), np.nan)
+    device, done = model.embedding.weight.device, 0
+    for piece in heldout.batches(4):
+        batch = to_batch(piece, device)
+        nats = model(batch, output="token_losses").cpu().numpy().reshape(piece.tokens.shape)
+        positions = batch.positions.cpu().numpy().reshape(piece.tokens.shape)
+        for index in range(len(piece)):
+            counted = piece.weights[index] > 0
+            sums = np.bincount(positions[index][counted], nats[index][counted], row_length)
+            hits = np.bincount(positions[index][counted], minlength=row_length)
+            table[done + index] = np.where(hits > 0, sums / np.maximum(hits, 1), np.nan)
+        done += len(piece)
+    return table
+
+
+def summarise(tables: list[np.ndarray], row_length: int) -> dict[str, list]:
+    """Mean loss, half-width of its 95 % interval and number of rows per bin of positions (powers of two).
+
+    Seeds are averaged inside a row first: rows are the sample.
+    """
+    edges = [0, 1, *(2**i for i in range(1, row_length.bit_length()) if 2**i < row_length), row_length]
+    bins: dict[str, list] = {"start": [], "stop": [], "loss": [], "interval": [], "n": []}
+    for start, stop in itertools.pairwise(edges):
+        per_row = np.stack([_row_means(table[:, start:stop]) for table in tables]).mean(0)
+        per_row = per_row[~np.isnan(per_row)]
+        if not len(per_row):
+            continue
+        half = np.inf
+        if len(per_row) > 1:
+            half = stats.t.ppf(0.975, len(per_row) - 1) * per_row.std(ddof=1) / np.sqrt(len(per_row))
+        for key, value in zip(bins, (start, stop, float(per_row.mean()), float(half), len(per_row)), strict=True):
+            bins[key].append(value)
+    return bins
+
+
+def _row_means(table: np.ndarray) -> np.ndarray:
+    hits = (~np.isnan(table)).sum(1)
+    return np.where(hits > 0, np.nansum(table, 1) / np.maximum(hits, 1), np.nan)
+
+
+def _readme(result: dict[str, Any]) -> str:
+    meta, curves = result["meta"], result["curves"]
+    arms = list(curves)
+    first = curves[arms[0]]
+    lines = [
+        "# Loss by position", "",
+        f"Nats a token at positions of a held-out document, mean and 95 % interval over {meta['rows']} rows, "
+        f"{len(meta['seeds'])} seeds averaged; {meta['tokens']:,} training tokens, width {meta['width']}, "
+        f"depth {meta['depth']}, corpus {meta['corpus'][:12]}.", "",
+        "| positions | " + " | ".join(f"{a} ({curves[a]['parameters'] / 1e6:.2f}M)" for a in arms) + " |",
+        "|---" * (len(arms) + 1) + "|",
+    ]  # fmt: skip
+    for i, (start, stop) in enumerate(zip(first["start"], first["stop"], strict=True)):
+        cells = [f"{curves[a]['loss'][i]:.3f} ± {curves[a]['interval'][i]:.3f}" for a in arms]
+        lines.append(f"| {start} to {stop - 1} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "![Loss by position](loss-by-position.svg)", ""])
+
+
+def _figure(result: dict[str, Any], path: Path) -> None:
+    pyplot = require("matplotlib.pyplot", "report", "the study's figure")
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    for arm, curve in result["curves"].items():
+        x = np.sqrt(np.maximum(np.array(curve["start"]), 1) * np.array(curve["stop"]))
+        loss, half = np.array(curve["loss"]), np.array(curve["interval"])
+        (line,) = axis.plot(x, loss, marker="o", label=arm)
+        axis.fill_between(x, loss - half, loss + half, alpha=0.2, color=line.get_color())
+    axis.set(xscale="log", xlabel="position in the document (tokens)", ylabel="loss (nats a token)")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -130,10 +130,10 @@ def bias_from_margins(margins: Tensor, top_k: int) -> Tensor:
     return edge.mean() - edge
 
 
-def histogram_range(bias: Tensor) -> tuple[float, float]:
-    """Every required bias (cutoff minus score) lies within, for scores in [0, 1]."""
+def histogram_range(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Every required bias (cutoff minus score) lies within, for scores in [0, 1]; scalars on the bias's device."""
     low, high = torch.aminmax(bias)
-    return float(low) - 1.0, float(high) + 1.0
+    return low - 1.0, high + 1.0
 
 
 def required_bias_histogram(scores: Tensor, bias: Tensor, top_k: int, bins: int) -> Tensor:

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from triscale.config import ConfigError, from_dict
 from triscale.models.cache import LayerCache
@@ -124,6 +126,32 @@ def test_cached_equals_uncached(name):
     for s in range(2):
         assert done[s] == rows[s].shape[1]
         assert torch.allclose(torch.cat(found[s], dim=1), expected[s], atol=2e-5)
+
+
+@MIXER
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_schedule_of_the_cache_equals_uncached(name, data):
+    """Sequences start, continue in pieces of any size, stop and give their slot to another, several in a batch."""
+    module, dtype = build(name, torch.float32), torch.float32
+    cache = LayerCache(module.cache_spec(), 3, 0, dtype, "cpu")
+    rows, done, outputs = {}, {}, {}
+    with torch.no_grad():
+        for turn in range(data.draw(st.integers(1, 5))):
+            slots = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+            pieces = []
+            for slot in slots:
+                if slot not in rows or data.draw(st.booleans()):
+                    rows[slot], done[slot], outputs[slot] = inputs(120, dtype, seed=10 * turn + slot), 0, []
+                pieces.append(data.draw(st.sampled_from([1, 1, 2, 3, 5, 20])))
+            x = torch.cat([rows[s][:, done[s] : done[s] + n] for s, n in zip(slots, pieces, strict=True)], dim=1)
+            batch = batch_of(pieces, context_lengths=[done[s] for s in slots], slots=slots)
+            for slot, part in zip(slots, module(x, batch, cache).split(pieces, dim=1), strict=True):
+                outputs[slot].append(part)
+                done[slot] += part.shape[1]
+        for slot, row in rows.items():
+            expected = module(row[:, : done[slot]], batch_of([done[slot]]))
+            assert torch.allclose(torch.cat(outputs[slot], dim=1), expected, atol=2e-5)
 
 
 @MIXER

@@ -25,6 +25,7 @@ from triscale.config import Role
 from triscale.ops.delta_rule.dispatch import gated_delta_rule
 from triscale.ops.delta_rule.step import gated_delta_rule_step
 from triscale.ops.short_convolution import causal_short_convolution
+from triscale.ops.unit_length import to_unit_length
 
 from .batch import TokenBatch
 from .cache_spec import CacheSpec
@@ -129,7 +130,7 @@ class KimiDeltaAttention(nn.Module):
             )  # fmt: skip
             cache.set_state(batch, convolution=state)
         q, k, v = F.silu(y).split(self.sections, dim=-1)
-        q, k = (_unit(t.unflatten(-1, (self.heads, self.key_width))) for t in (q, k))
+        q, k = (to_unit_length(t.unflatten(-1, (self.heads, self.key_width)), NORM_EPS) for t in (q, k))
         return q, k, v.unflatten(-1, (self.value_heads, self.value_width))
 
     def log_decay(self, x: Tensor) -> Tensor:
@@ -220,12 +221,6 @@ def _offsets(batch: TokenBatch) -> tuple[int, ...]:
             offsets.append(offsets[-1] + length)
         batch.memo["offsets"] = tuple(offsets)
     return batch.memo["offsets"]
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + eps) over the last axis, statistics in at least fp32."""
-    x = _accumulated(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _accumulated(x: Tensor) -> Tensor:

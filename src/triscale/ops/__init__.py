@@ -12,6 +12,7 @@ _EXPORTS = {
     "gated_delta_rule_by_segments": "delta_rule.segments",
     "gated_delta_rule_step": "delta_rule.step",
     "segment_map": "delta_rule.segments",
+    "to_unit_length": "unit_length",
     "mix_over_depth": "depth_attention",
     "orthogonalize": "newton_schulz",
     "quantile_bias": "routing",

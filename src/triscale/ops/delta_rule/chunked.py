@@ -25,7 +25,9 @@ from .factors import Factors, vanishing
 from .inputs import Inputs
 from .plan import Plan, plan_packed, plan_rows
 
-SEGMENT_ELEMENTS = 1 << 17  # values of one [tokens, heads, width] tensor of a segment
+# Values of one [tokens, heads, width] tensor of a segment: what fits a CPU's cache, and what fills a GPU.
+SEGMENT_ELEMENTS = 1 << 17
+GPU_SEGMENT_ELEMENTS = 1 << 24
 
 
 def chunked_from_inputs(inputs: Inputs, chunk_size: int, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
@@ -101,9 +103,10 @@ class _Work:
         self.q, self.k, self.v, self.g, self.beta = (x.reshape(plan.rows, -1, *x.shape[2:]) for x in tensors)
         self.rows, self.tokens, self.heads, self.key_width = self.q.shape
         self.value_width = self.v.shape[-1]
+        budget = SEGMENT_ELEMENTS if self.q.device.type == "cpu" else GPU_SEGMENT_ELEMENTS
         per_row = self.heads * plan.chunk * max(self.key_width, self.value_width)
-        self.group = max(1, min(self.rows, SEGMENT_ELEMENTS // per_row))  # batch rows worked on together
-        self.span = max(1, SEGMENT_ELEMENTS // (per_row * self.group))  # chunks of a segment
+        self.group = max(1, min(self.rows, budget // per_row))  # batch rows worked on together
+        self.span = max(1, budget // (per_row * self.group))  # chunks of a segment
 
     def slots(self, state: Tensor) -> Tensor:
         """[sequences, H, K, V] as [slots, rows * H, K, V]."""

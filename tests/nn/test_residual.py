@@ -196,10 +196,11 @@ def test_config_round_trip_and_errors():
         from_dict(BlockAttentionResidual.Config, {"block": 0})
 
 
+@pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_two_phase_with_the_norm_for_any_dtype_and_number_of_tokens(tokens, dtype):
-    plain, linked = (Sublayers(BlockAttentionResidual.Config(block=3), 5).to(dtype) for _ in range(2))
+def test_two_phase_with_the_norm_for_any_dtype_and_number_of_tokens(tokens, dtype, block):
+    plain, linked = (Sublayers(BlockAttentionResidual.Config(block=block), 5).to(dtype) for _ in range(2))
     link_depth(list(linked.connections), linked.output)
     x = embedding()[:, :tokens].to(dtype)
     with torch.no_grad():

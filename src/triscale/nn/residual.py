@@ -144,7 +144,8 @@ class AttentionResidual(nn.Module):
         return DepthState(blocks, output if partial is None else partial + output, inverse, ahead)
 
     def _seal(self, blocks: tuple[Tensor, ...], state: DepthState, output: Tensor) -> DepthState:
-        if len(self.following) > 1 and not torch.is_grad_enabled():
+        single = output.numel() == output.shape[-1]  # for one token phase one pays even for a single reader
+        if len(self.following) > (0 if single else 1) and not torch.is_grad_enabled():
             folded = self._folded_queries(blocks[0].dtype)
             if folded is not None and len(folded.rows) * blocks[0].numel() <= two_phase.LIMIT:
                 assert self.index is not None

@@ -26,7 +26,7 @@ from triscale.ops.routing import (
     sign_bias,
 )
 
-Rule = Callable[[Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores, bias, load -> next bias
 
 
 def run(
@@ -43,14 +43,14 @@ def run(
 ) -> dict[str, Any]:
     """Run the rules and write results.json and max-load.svg into ``output``. skew: SD of the experts' offsets."""
     rules: dict[str, tuple[Rule, int]] = {
-        "quantile, exact": (lambda scores, bias: quantile_bias(scores, bias, top_k), quantile_steps),
+        "quantile, exact": (lambda scores, bias, load: quantile_bias(scores, bias, top_k), quantile_steps),
         "quantile, histogram": (
-            lambda scores, bias: bias_from_histogram(
+            lambda scores, bias, load: bias_from_histogram(
                 required_bias_histogram(scores, bias, top_k, bins), bias, top_k
             ), quantile_steps,
         ),
         f"sign, rate {rate:g}": (
-            lambda scores, bias: sign_bias(bias, expert_load(choose_experts(scores, bias, top_k), experts), rate),
+            lambda scores, bias, load: sign_bias(bias, load, rate),
             sign_steps,
         ),
     }  # fmt: skip
@@ -67,9 +67,8 @@ def run(
     return results
 
 
-def max_load(scores: Tensor, bias: Tensor, top_k: int) -> float:
-    load = expert_load(choose_experts(scores, bias, top_k), scores.shape[1]).double()
-    return float(load.max() / load.mean())
+def _over_mean(load: Tensor) -> float:
+    return float(load.max() / load.double().mean())
 
 
 def _follow(
@@ -81,10 +80,11 @@ def _follow(
     bias, fresh, same, last = torch.zeros(experts), [], 0.0, time.monotonic()
     for step in range(steps):
         scores = torch.sigmoid(torch.randn(tokens, experts, generator=generator).add_(offsets))
-        fresh.append(max_load(scores, bias, top_k))
-        bias = rule(scores, bias)
+        load = expert_load(choose_experts(scores, bias, top_k), experts)
+        fresh.append(_over_mean(load))
+        bias = rule(scores, bias, load)
         if step == 0:
-            same = max_load(scores, bias, top_k)
+            same = _over_mean(expert_load(choose_experts(scores, bias, top_k), experts))
         if time.monotonic() - last > 10:
             print(f"  {name}: step {step + 1}/{steps}, max load {fresh[-1]:.2f}", flush=True)
             last = time.monotonic()

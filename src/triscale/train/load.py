@@ -33,7 +33,7 @@ def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
 
     Raises :class:`TriScaleError` when there is none.
     """
-    directory = RunDirectory(_descend(Path(path)))
+    directory = RunDirectory(find_run(Path(path)))
     config = from_dict(RunConfig, directory.read_config())
     found = complete_checkpoints(directory.checkpoints)
     if not found:
@@ -50,7 +50,7 @@ def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
     return LoadedRun(config, model.eval(), tokenizer, step, directory)
 
 
-def _descend(path: Path) -> Path:
+def find_run(path: Path) -> Path:
     """A ladder cell holds one run folder per budget: take the one that kept its weights."""
     if (path / "config.toml").exists():
         return path

@@ -19,7 +19,17 @@ from .plan import Origin, plan_import, read_config
 from .shards import ShardReader, Stored
 from .stream import SHARD_BYTES, Exporter, Pack, fill, write_config
 
-__all__ = ["FAMILIES", "Family", "Origin", "detect_family", "from_published", "load_family", "to_published"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Origin",
+    "detect_family",
+    "family_of",
+    "from_published",
+    "load_family",
+    "read_config",
+    "to_published",
+]
 
 
 def from_published(folder: str | Path, dtype: torch.dtype | None = torch.float32) -> Decoder:

@@ -46,17 +46,23 @@ class ShardReader:
     Raises :class:`TriScaleError` when the index and the files disagree, or a file is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, only: str | None = None):
+        """only: read this one file of the folder, without looking for an index."""
         self.folder = Path(folder)
-        files = self._files()
+        files = [only] if only is not None else self._files()
         self.tensors: dict[str, Stored] = {}
         for file in files:
             for name, stored in read_header(self.folder / file).items():
                 if name in self.tensors:
                     raise TriScaleError(f"{name} is in two files: {self.tensors[name].file} and {file}")
                 self.tensors[name] = stored
-        self._check_index(files)
+        if only is None:
+            self._check_index()
         self._open: tuple[str, safe_open] | None = None
+
+    @classmethod
+    def of_file(cls, path: Path) -> ShardReader:
+        return cls(path.parent, only=path.name)
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).exists():
@@ -70,7 +76,7 @@ class ShardReader:
             raise TriScaleError(f"{self.folder} lacks {len(missing)} of {len(files)} shards: {', '.join(missing[:5])}")
         return files
 
-    def _check_index(self, files: list[str]) -> None:
+    def _check_index(self) -> None:
         if not (self.folder / INDEX).exists():
             return
         listed = _weight_map(self.folder / INDEX)

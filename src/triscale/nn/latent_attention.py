@@ -15,7 +15,7 @@ cache is never expanded (decode).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +68,29 @@ class LatentAttention(nn.Module):
             if self.yarn is not None and not self.rope_theta:
                 raise ValueError("yarn: has no effect without rope_theta; set rope_theta or remove yarn")
 
+        def resolved(self, width: int) -> LatentAttention.Config:
+            """The same with every dimension that was left out filled in for a model of ``width``."""
+            head = max(width // self.heads, 1)
+            nope = self.qk_nope_head_dim or head
+            rope = max(nope // 4 * 2, 2) if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+            return replace(
+                self,
+                kv_lora_rank=self.kv_lora_rank or max(width // 4, 16),
+                qk_nope_head_dim=nope,
+                qk_rope_head_dim=rope,
+                v_head_dim=self.v_head_dim or head,
+            )
+
         def build(self, context: BuildContext) -> LatentAttention:
             return LatentAttention(self, context)
 
     def __init__(self, config: Config, context: BuildContext):
         super().__init__()
         self.config, self.width, self.heads = config, context.width, config.heads
-        self.nope = config.qk_nope_head_dim or max(context.width // config.heads, 1)
-        half = max(self.nope // 4 * 2, 2)
-        self.rope = half if config.qk_rope_head_dim is None else config.qk_rope_head_dim
-        self.value = config.v_head_dim or max(context.width // config.heads, 1)
-        self.latent = config.kv_lora_rank or max(context.width // 4, 16)
+        full = config.resolved(context.width)
+        assert full.qk_nope_head_dim and full.v_head_dim and full.kv_lora_rank and full.qk_rope_head_dim is not None
+        self.nope, self.rope, self.value = full.qk_nope_head_dim, full.qk_rope_head_dim, full.v_head_dim
+        self.latent = full.kv_lora_rank
         self.scale = (self.nope + self.rope) ** -0.5 * (config.yarn.softmax_factor if config.yarn else 1.0)
         q_width, o_width, rank = self.heads * (self.nope + self.rope), self.heads * self.value, config.q_lora_rank
 

@@ -17,6 +17,7 @@ import torch
 
 from triscale.config import ConfigError, TriScaleError, dump_toml, from_dict, to_dict
 from triscale.data.published_tokenizer import import_tokenizer
+from triscale.data.tokenizer import Tokenizer
 from triscale.models.decoder import Decoder
 from triscale.models.published import Origin, family_of, load_family, read_config
 from triscale.models.published.plan import ImportPlan, decoder_shapes, plan_import
@@ -132,12 +133,14 @@ def export_model(
         _check_weights(config, reader, checkpoint)
         same = origin is not None and origin.family == chosen.name
         exporter = Exporter(
-            chosen, reader.tensors, reader.read, a_log=origin.a_log if same and origin else None, dtype=dtype, pack=pack
-        )
+            chosen, reader.tensors, reader.read, a_log=origin.a_log if same and origin else None, dtype=dtype, pack=pack,
+            tied=config.tied_head,
+        )  # fmt: skip
         target.mkdir(parents=True, exist_ok=True)
         carried = ShardReader.of_file(kept / VISION) if same and (kept / VISION).exists() else None
         count = exporter.write(target, shard_bytes, report, aside=carried)
-        original = write_config(target, chosen, config, origin, dtype or embedding.dtype, pack)
+        ids = _token_ids(directory)
+        original = write_config(target, chosen, config, origin, dtype or embedding.dtype, pack, ids)
         if carried is not None:
             carried.close()
     lines = [f"{count:,} tensors of {chosen.name} written"]
@@ -199,9 +202,16 @@ def _copy_tokenizer(directory: RunDirectory, kept: Path, target: Path) -> list[s
 
 
 def _special_names(file: Path) -> dict[str, str]:
-    from triscale.data.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(file)
     names = {i: text for text, i in tokenizer.special.items()}
     ends = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
     return {key: names[i] for key, i in ends.items() if i is not None}
+
+
+def _token_ids(directory: RunDirectory) -> dict[str, int]:
+    file = directory.path / "tokenizer.json"
+    if not file.exists():
+        return {}
+    tokenizer = Tokenizer.load(file)
+    ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "pad": tokenizer.pad}
+    return {name: i for name, i in ids.items() if i is not None}

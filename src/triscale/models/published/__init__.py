@@ -90,8 +90,9 @@ def to_published(
     ours = {name: Stored("", tuple(t.shape), t.dtype) for name, t in state.items()}
     a_log = origin.a_log if origin is not None and origin.family == chosen.name else None
     exporter = Exporter(
-        chosen, ours, lambda name, part: state[name][part].detach().cpu(), a_log=a_log, dtype=dtype, pack=pack
-    )
+        chosen, ours, lambda name, part: state[name][part].detach().cpu(),
+        a_log=a_log, dtype=dtype, pack=pack, tied=model.config.tied_head,
+    )  # fmt: skip
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     exporter.write(target, shard_bytes)

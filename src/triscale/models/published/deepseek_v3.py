@@ -89,6 +89,7 @@ def write(config: Decoder.Config) -> dict[str, Any]:
     mixer, residual = config.mixer, config.residual
     if not isinstance(mixer, LatentAttention.Config):
         raise refuse("model.mixer", type(mixer).__qualname__.partition(".")[0], NAME)
+    mixer = mixer.resolved(config.width)
     if not isinstance(residual, StandardResidual.Config):
         raise refuse("model.residual", type(residual).__qualname__.partition(".")[0], NAME,
                      "Attention residuals exist in the kimi_k3 format only")  # fmt: skip
@@ -104,7 +105,7 @@ def write(config: Decoder.Config) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": config.width,
         "initializer_range": 0.02,
-        "kv_lora_rank": mixer.kv_lora_rank or max(config.width // 4, 16),
+        "kv_lora_rank": mixer.kv_lora_rank,
         "max_position_embeddings": _context(mixer.yarn),
         "num_attention_heads": mixer.heads,
         "num_hidden_layers": config.depth,

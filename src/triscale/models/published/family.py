@@ -30,7 +30,8 @@ class Family:
     model_types: values of ``model_type`` in config.json. keep_fp32: published names (end of the name, as a regular
     expression) that stay fp32 in a bf16 checkpoint. a_log: published shape of the decay rates for a number of heads.
     aside: prefixes of tensors that belong to another part of the model (vision), kept but not read here.
-    skipped: tensors (regular expression) a checkpoint may carry that nothing needs.
+    skipped: tensors (regular expression) a checkpoint may carry that nothing needs. ties: whether readers of the
+    format share the head with the embedding; without, a tied head is written out as a tensor of its own.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Family:
     aside: tuple[str, ...] = ()
     aside_shapes: Callable[[Published], dict[str, Shape]] | None = None
     skipped: tuple[str, ...] = field(default=(r".*\.rotary_emb\.inv_freq",))
+    ties: bool = True
 
     def stays_fp32(self, theirs: str) -> bool:
         return any(re.search(f"(?:{pattern})$", theirs) for pattern in self.keep_fp32)

@@ -123,6 +123,7 @@ FAMILY = Family(
     naming=Naming(prefix="language_model.", block="block_sparse_moe", expert=("w1", "w3", "w2")),
     read=read,
     write=write,
+    ties=False,
     keep_fp32=(r"\.A_log", r"\.dt_bias", r"\.e_score_correction_bias", r"\.[qkv]_conv1d\.weight", r"\.o_norm\.weight"),
     aside=("vision_tower.", "mm_projector."),
     aside_shapes=kimi_k3_vision,

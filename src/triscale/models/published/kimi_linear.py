@@ -132,14 +132,14 @@ def split_hybrid(config: Decoder.Config, family: str) -> tuple[KimiDeltaAttentio
         raise refuse("model.mixer.linear", "a per-head decay or value heads unlike the key heads", family)
     if delta.gate_rank not in (None, key):
         raise refuse("model.mixer.linear.gate_rank", f"rank {delta.gate_rank}", family, f"Leave it out ({key})")
-    return delta, latent
+    return delta, latent.resolved(config.width)
 
 
 def write_shape(config: Decoder.Config, latent: LatentAttention.Config) -> dict[str, Any]:
     return {
         "hidden_size": config.width,
         "initializer_range": 0.02,
-        "kv_lora_rank": latent.kv_lora_rank or max(config.width // 4, 16),
+        "kv_lora_rank": latent.kv_lora_rank,
         "mla_use_nope": True,
         "num_attention_heads": latent.heads,
         "num_hidden_layers": config.depth,
@@ -192,6 +192,7 @@ FAMILY = Family(
     naming=Naming(block="block_sparse_moe", expert=("w1", "w3", "w2")),
     read=read,
     write=write,
+    ties=False,
     keep_fp32=(r"\.A_log", r"\.dt_bias", r"\.e_score_correction_bias"),
     a_log=lambda heads: (1, 1, heads, 1),
 )

@@ -97,7 +97,7 @@ def plan_import(published: Mapping[str, Any], reader: ShardReader, family: Famil
     missing: list[str] = []
     used: set[str] = set()
     for piece in pieces(shapes, family.naming, a_log):
-        source = _find(piece, reader.tensors)
+        source = _find(piece, reader.tensors, family.naming.block)
         if source is None:
             missing.append(piece.theirs)
             continue
@@ -114,8 +114,11 @@ def plan_import(published: Mapping[str, Any], reader: ShardReader, family: Famil
     return plan
 
 
-def _find(piece: Piece, tensors: Mapping[str, Stored]) -> Source | None:
+def _find(piece: Piece, tensors: Mapping[str, Stored], block: str) -> Source | None:
     name = piece.theirs
+    if name not in tensors and ".mlp." in name:  # transformers saves a dense layer under the name of the experts' block
+        alias = name.replace(".mlp.", f".{block}.", 1)
+        name = alias if alias in tensors else name
     if name in tensors:
         inverse = f"{name}_scale_inv"
         return Source(piece, "fp8", (name, inverse)) if inverse in tensors else Source(piece, "plain", (name,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class Exporter:
     """Writes our tensors under published names.
 
     ours: {our tensor: Stored}; read: (name, part) -> its values. dtype: of all tensors but those the family keeps in
-    fp32; None keeps each tensor's own. pack: pack the routed experts' weights.
+    fp32; None keeps each tensor's own. pack: pack the routed experts' weights. tied: our head is the embedding.
     """
 
     def __init__(
@@ -85,7 +85,11 @@ class Exporter:
         a_log: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         pack: Pack | None = None,
+        tied: bool = False,
     ):
+        if tied and not family.ties:
+            ours = {**ours, "head.weight": ours["embedding.weight"]}
+            stored, read = read, lambda name, part: stored("embedding.weight" if name == "head.weight" else name, part)
         self.family, self.ours, self.read, self.dtype, self.pack = family, ours, read, dtype, pack
         if a_log is None and family.a_log is not None:
             heads = next((s.shape[0] for n, s in ours.items() if n.endswith("mixer.A_log")), None)
@@ -157,16 +161,32 @@ class Exporter:
 
 
 def write_config(
-    folder: Path, family: Family, config: Decoder.Config, origin: Origin | None, dtype: torch.dtype, pack: Pack | None
+    folder: Path,
+    family: Family,
+    config: Decoder.Config,
+    origin: Origin | None,
+    dtype: torch.dtype,
+    pack: Pack | None = None,
+    token_ids: Mapping[str, int] | None = None,
 ) -> bool:
-    """config.json; the original one where it still describes ``config``. Returns whether it was the original."""
+    """config.json; the original one where it still describes ``config``. Returns whether it was the original.
+
+    token_ids: ids of bos, eos and pad, for a config that is not the original.
+    """
     original = origin is not None and origin.family == family.name and family.read(origin.config) == config
+    if config.tied_head and not family.ties:
+        config = replace(config, tied_head=False)
     published = dict(origin.config) if original and origin is not None else family.write(config)
-    name = str(dtype).removeprefix("torch.")
-    for table in (published, *(t for t in [published.get("text_config")] if isinstance(t, dict))):
-        table["dtype"] = name
+    tables = [published]
+    if isinstance(published.get("text_config"), dict):
+        published["text_config"] = dict(published["text_config"])
+        tables.append(published["text_config"])
+    for table in tables:
+        table["dtype"] = str(dtype).removeprefix("torch.")
         table.pop("torch_dtype", None)
         table.pop("quantization_config", None)
+        if not original:  # explicit, because a reader's defaults may lie outside this vocabulary
+            table |= {f"{name}_token_id": (token_ids or {}).get(name) for name in ("bos", "eos", "pad")}
     if pack is not None:
         published["quantization_config"] = quantization(pack)
     (folder / "config.json").write_text(json.dumps(published, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ rounding.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, partial
@@ -30,7 +30,8 @@ UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 @dataclass(frozen=True)
 class Preset:
     """family: the published format, empty for our own sizes. release: config.json. a_log: released length of the decay
-    rates where it is padded. reported: the publisher's rounded figures. notes: what a reader should know about them."""
+    rates where it is padded. packed: the tensors a routed expert's weight is released as, if not one. reported: the
+    publisher's rounded figures. notes: what a reader should know about them."""
 
     name: str
     title: str
@@ -39,6 +40,7 @@ class Preset:
     release: dict[str, Any] = field(default_factory=dict)
     a_log: int | None = None
     reported: str = ""
+    packed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -117,7 +119,7 @@ def presets() -> dict[str, Preset]:
         ),
         _published(
             "kimi-k3", "Kimi K3, text and vision (arXiv 2607.24653)", "kimi_k3", releases.KIMI_K3, a_log=128,
-            reported="2.78T / 104.2B",
+            packed=("packed", "scale"), reported="2.78T / 104.2B",
             notes=(
                 "The report's active count is with the head, without the embedding.",
                 "Decay rates are counted as released: 128 values a layer for 96 heads (zero-padded).",
@@ -139,3 +141,20 @@ def find_preset(name: str) -> Preset:
     near = get_close_matches(name.lower(), by_lower, 1)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}, or a size such as 12M"
     raise ConfigError("name", f"no model is called {name!r}", hint)
+
+
+def released_names(preset: Preset) -> Iterator[str]:
+    """Every tensor name of a release, vision included; routed experts under the names of their packed form."""
+    from .published import load_family
+    from .published.names import pieces
+    from .published.plan import decoder_shapes
+
+    family = load_family(preset.family)
+    a_log = (preset.a_log,) if preset.a_log is not None else None
+    for piece in pieces(decoder_shapes(preset.config), family.naming, a_log):
+        if preset.packed and ".experts." in piece.theirs:
+            yield from (f"{piece.theirs}_{part}" for part in preset.packed)
+        else:
+            yield piece.theirs
+    if family.aside_shapes is not None and "vision_config" in preset.release:
+        yield from family.aside_shapes(preset.release)

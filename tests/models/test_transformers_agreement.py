@@ -25,7 +25,7 @@ def even(low, high):
 
 @st.composite
 def feed_forwards(draw):
-    """Dense throughout, or one dense layer and a mixture of experts."""
+    """Dense throughout, or some dense layers and a mixture of experts (rows of 16 bytes, as transformers wants)."""
     if draw(st.booleans()):
         return {"feed_forward": {"kind": "swiglu", "hidden": draw(st.integers(8, 40))}}
     groups = draw(st.sampled_from([1, 2]))
@@ -35,8 +35,9 @@ def feed_forwards(draw):
         "dense_feed_forward": {"kind": "swiglu", "hidden": draw(st.integers(8, 40))},
         "feed_forward": {
             "kind": "mixture_of_experts", "experts": experts, "top_k": draw(st.integers(1, experts // groups)),
-            "hidden": draw(st.integers(4, 24)), "shared": draw(st.integers(1, 2)), "groups": groups,
+            "hidden": 4 * draw(st.integers(1, 6)), "shared": draw(st.integers(1, 2)), "groups": groups,
             "top_groups": draw(st.integers(1, groups)), "renormalize": draw(st.booleans()), "routed_scaling": 1.7,
+            "balance": {"kind": "none"},
         },
     }  # fmt: skip
 

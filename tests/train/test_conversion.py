@@ -76,8 +76,8 @@ def k3_release(folder: Path) -> dict[str, torch.Tensor]:
             shape = (32, 64) if not name.endswith("w2.weight") else (64, 32)
             weight = torch.randn(shape, generator=torch.Generator().manual_seed(len(tensors))) * 0.1
             tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack_mxfp4(weight)
-        elif "routed_expert" in name:
-            shape = {"down_proj": (64, 64), "up_proj": (64, 64), "norm": (64,)}[name.split("routed_expert_")[1][:-7]]
+        elif "routed_expert" in name or "shared_experts" in name:
+            shape = (64,) if name.endswith("norm.weight") else (64, 64)
             tensors[name] = (torch.randn(shape, generator=torch.Generator().manual_seed(len(tensors))) * 0.1).bfloat16()
         else:
             tensors[name] = tensor.bfloat16()
@@ -181,9 +181,12 @@ def test_what_does_not_fit_is_named(broken, change, message, tmp_path):
 def test_harmless_extras_are_left_out_and_named(broken, tmp_path):
     def extra(tensors, config):
         tensors["model.layers.3.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["model.layers.5.eh_proj.weight"] = torch.ones(64, 128)  # a multi-token prediction layer
+        config["num_nextn_predict_layers"] = 1
 
     done = import_model(broken(extra), tmp_path / "run")
-    assert any("rotary_emb.inv_freq" in line for line in done.lines)
+    (line,) = [line for line in done.lines if line.startswith("2 tensors")]
+    assert "rotary_emb.inv_freq" in line and "eh_proj" in line
 
 
 def test_existing_folders_are_not_overwritten(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from triscale.models.decoder import Decoder
+from triscale.nn.balancing import NoBalance
 from triscale.nn.feed_forward import SwiGLU, default_hidden
 from triscale.nn.latent_attention import LatentAttention
 from triscale.nn.mixture_of_experts import MixtureOfExperts
@@ -73,9 +74,11 @@ def _read_yarn(scaling: Fields) -> Yarn:
 
 
 def _read_experts(fields: Fields) -> MixtureOfExperts.Config:
+    experts, top_k = fields.need("n_routed_experts"), fields.need("num_experts_per_tok")
     return MixtureOfExperts.Config(
-        experts=fields.need("n_routed_experts"),
-        top_k=fields.need("num_experts_per_tok"),
+        **balance(experts, top_k),
+        experts=experts,
+        top_k=top_k,
         hidden=fields.need("moe_intermediate_size"),
         shared=fields.get("n_shared_experts", 0),
         groups=fields.get("n_group", 1),
@@ -83,6 +86,11 @@ def _read_experts(fields: Fields) -> MixtureOfExperts.Config:
         renormalize=bool(fields.get("norm_topk_prob", True)),
         routed_scaling=float(fields.get("routed_scaling_factor", 1.0)),
     )
+
+
+def balance(experts: int, top_k: int) -> dict[str, Any]:
+    """Routers are balanced by the default rule when trained on, unless every expert is always active."""
+    return {"balance": NoBalance.Config()} if top_k >= experts else {}
 
 
 def write(config: Decoder.Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from triscale.nn.latent_attention import LatentAttention
 from triscale.nn.mixture_of_experts import MixtureOfExperts
 from triscale.nn.residual import StandardResidual
 
-from .deepseek_v3 import split_feed_forward
+from .deepseek_v3 import balance, split_feed_forward
 from .family import Family, Fields, Published, refuse
 from .names import Naming
 
@@ -77,9 +77,11 @@ def read_experts(fields: Fields) -> dict[str, Any]:
     fields.expect("moe_router_activation_func", "sigmoid")
     fields.expect("moe_layer_freq", 1)
     fields.expect("topk_method", "noaux_tc", None)
+    experts, top_k = fields.need("num_experts"), fields.need("num_experts_per_token")
     return {
-        "experts": fields.need("num_experts"),
-        "top_k": fields.need("num_experts_per_token"),
+        **balance(experts, top_k),
+        "experts": experts,
+        "top_k": top_k,
         "hidden": fields.need("moe_intermediate_size"),
         "shared": fields.get("num_shared_experts", 0),
         "groups": fields.get("num_expert_group", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,7 +149,11 @@ def _sort_rest(
     for name in rest:
         if plan.family.is_aside(name):
             plan.aside.append(name)
-        elif plan.family.is_skipped(name) or (name.endswith("lm_head.weight") and plan.config.tied_head):
+        elif (
+            plan.family.is_skipped(name)
+            or _is_prediction_layer(name, plan.config.depth, published)
+            or (name.endswith("lm_head.weight") and plan.config.tied_head)
+        ):
             plan.skipped.append(name)
         else:
             left.append(name)
@@ -162,6 +167,13 @@ def _sort_rest(
         if absent:
             raise TriScaleError(_list("missing", absent))
     return left
+
+
+def _is_prediction_layer(name: str, depth: int, published: Mapping[str, Any]) -> bool:
+    """Whether a tensor belongs to a multi-token prediction layer, which releases store behind the last layer."""
+    text = published.get("text_config", published)
+    match = re.search(r"model\.layers\.(\d+)\.", name)
+    return match is not None and depth <= int(match[1]) < depth + (text.get("num_nextn_predict_layers") or 0)
 
 
 def _list(what: str, names: list[str]) -> str:

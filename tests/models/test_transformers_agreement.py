@@ -158,3 +158,11 @@ def test_what_no_format_holds_is_said_by_each(change, tmp_path):
     with pytest.raises(TriScaleError, match=r"(?s)no published format.*llama: model\..*kimi_k3: model\."):
         to_published(model, Path(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def test_a_prediction_layer_is_left_out(tmp_path):
+    model = random_model({"width": 32, "depth": 2, "multi_token": {"weight": 0.3}}, 0)
+    to_published(model, tmp_path)
+    ids = torch.arange(20).view(1, 20)
+    with torch.no_grad():
+        assert torch.equal(from_published(tmp_path)(ids), model(ids))

@@ -104,6 +104,8 @@ def _component(name: str, modules: dict[str, nn.Module]) -> str:
         return first
     if first == "output_residual":
         return "depth_attention"
+    if first == "multi_token":
+        return "multi_token_prediction"
     if first != "layers":
         return "norms"
     part, inside = rest[1], rest[2:]

@@ -32,7 +32,9 @@ from .start import find_weights
 
 KEPT = "published"  # folder inside a run
 VISION = "aside.safetensors"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = "*.safetensors.index.json"
+# what is carried along: descriptions and tokenizers, never code or other forms of the weights
+CARRIED = ("*.json", "*.jinja", "*.txt", "*.md", "tiktoken.model", "*.tiktoken", "LICENSE*")
 
 
 @dataclass
@@ -77,7 +79,7 @@ def import_model(
 def _keep_the_rest(source: Path, kept: Path, plan: ImportPlan, reader: ShardReader) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHTS):
+        if file.is_file() and any(map(file.match, CARRIED)) and not file.match(WEIGHTS):
             shutil.copy2(file, kept / file.name)
     (kept / "origin.json").write_text(json.dumps(asdict(plan.origin), indent=1, sort_keys=True))
     if plan.aside:
@@ -144,6 +146,8 @@ def export_model(
         if carried is not None:
             carried.close()
     lines = [f"{count:,} tensors of {chosen.name} written"]
+    if config.multi_token is not None:
+        lines.append("the multi-token prediction layer is left out: the published formats have no place for it")
     if original and origin is not None and "quantization_config" in origin.config and pack is None:
         lines.append("the routed experts were packed when imported; they are written as bf16 (see --pack)")
     lines += _copy_tokenizer(directory, kept, target)

@@ -77,7 +77,7 @@ def to_published(
     """Write ``model`` as config.json and safetensors shards; returns the folder.
 
     family: one of :data:`FAMILIES`; None = the one it was read from, else the first that can hold it. dtype: of all
-    tensors but those the family keeps in fp32; None = the model's. pack: pack routed experts (K3's or K2.5's form).
+    tensors but those the family keeps in fp32; None = the model's. A multi-token prediction layer is left out. pack: pack routed experts (K3's or K2.5's form).
     Raises :class:`ConfigError` naming the part the family has no place for.
     """
     origin: Origin | None = getattr(model, "origin", None)

@@ -31,6 +31,7 @@ from .shards import (
 Report = Callable[[int, int], None]  # (bytes done, bytes in all)
 Pack = Literal["mxfp4", "int4"]
 SHARD_BYTES = 5 * 10**9
+TRAINING_ONLY = "multi_token."  # an objective's own layer: the published formats have no place for it
 
 
 def stream_in(
@@ -73,7 +74,7 @@ class Exporter:
     """Writes our tensors under published names.
 
     ours: {our tensor: Stored}; read: (name, part) -> its values. dtype: of all tensors but those the family keeps in
-    fp32; None keeps each tensor's own. pack: pack the routed experts' weights. tied: our head is the embedding.
+    fp32; None keeps each tensor's own. A multi-token prediction layer is left out. pack: pack the routed experts' weights. tied: our head is the embedding.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Exporter:
         pack: Pack | None = None,
         tied: bool = False,
     ):
+        ours = {name: stored for name, stored in ours.items() if not name.startswith(TRAINING_ONLY)}
         if tied and not family.ties:
             ours = {**ours, "head.weight": ours["embedding.weight"]}
             stored, read = read, lambda name, part: stored("embedding.weight" if name == "head.weight" else name, part)

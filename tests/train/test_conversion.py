@@ -252,3 +252,57 @@ def test_a_trained_run_exports_prompts_and_continues(tmp_path):
     first = json.loads((tmp_path / "run" / "result.json").read_text())
     more = json.loads(output.strip().splitlines()[-1])
     assert abs(more["curve"][0][1] - first["loss"]) < 1e-4  # it starts where the first run ended
+
+
+def k2_like():
+    tree = {"width": 64, "depth": 2, "vocabulary": 96, "tied_head": False, "first_dense": 1,
+            "mixer": {"kind": "latent_attention", "heads": 2, "q_lora_rank": 16, "rope_theta": 50000.0,
+                      "yarn": {"factor": 64.0, "original_context": 64}},
+            "feed_forward": {"kind": "mixture_of_experts", "experts": 4, "top_k": 2, "hidden": 32}}  # fmt: skip
+    return from_dict(Decoder.Config, tree).build(seed=1)
+
+
+def test_int4_experts_of_k25(tmp_path):
+    """Packed as K2.5 releases it: prefix, codes, scales and shapes; read back to the unpacked values."""
+    from triscale.models import to_published
+    from triscale.models.published.packed import pack_int4, unpack_int4
+
+    model = k2_like()
+    to_published(model, tmp_path / "k25", "kimi_k25", dtype=torch.bfloat16, pack="int4")
+    stored = load_file(tmp_path / "k25" / "model.safetensors")
+    name = "language_model.model.layers.1.mlp.experts.3.down_proj.weight"
+    assert stored[f"{name}_packed"].shape == (64, 4) and stored[f"{name}_shape"].tolist() == [64, 32]
+    again = from_published(tmp_path / "k25")
+    down = model.layers[1].feed_forward.experts.down_proj[3].detach()
+    expected = unpack_int4(*pack_int4(down))
+    assert torch.equal(again.layers[1].feed_forward.experts.down_proj[3], expected.float())
+    assert again.config.mixer.yarn == model.config.mixer.yarn
+    done = import_model(tmp_path / "k25", tmp_path / "run")
+    assert any("12 INT4 weights unpacked" in line for line in done.lines)
+
+
+def test_fp8_blocks_of_k2(tmp_path):
+    from triscale.models import to_published
+
+    model = k2_like()
+    to_published(model, tmp_path, "deepseek_v3", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    tensors[name] = torch.full((32, 64), 2.0).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.tensor([[0.25]])
+    save_file(tensors, tmp_path / "model.safetensors")
+    up = from_published(tmp_path).layers[1].feed_forward.experts.gate_up_proj[0, 32:]
+    assert (up == 0.5).all()
+
+
+def test_interrupted_conversion_leaves_no_run_and_can_be_repeated(tmp_path):
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_model(PARITY / "kimi_linear_tiny", tmp_path / "run", report=stop)
+    assert not list((tmp_path / "run").rglob("*.safetensors")) and not (tmp_path / "run" / "config.toml").exists()
+    import_model(PARITY / "kimi_linear_tiny", tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "back")
+    same_tensors(tmp_path / "back", PARITY / "kimi_linear_tiny")

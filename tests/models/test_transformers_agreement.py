@@ -13,7 +13,7 @@ from triscale.models import from_published, to_published
 from triscale.models.decoder import Decoder
 
 VOCABULARY = 96
-SIZES = {"max_examples": 5, "derandomize": True, "deadline": None}
+SIZES = {"max_examples": 12, "derandomize": True, "deadline": None}
 width = st.sampled_from([24, 40, 48])
 heads = st.integers(1, 4)
 tied = st.booleans()

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn import functional as F
 
 from triscale.ops.gated_activation import GatedActivation
-from triscale.ops.grouped_experts import grouped_experts, sort_by_expert
+from triscale.ops.grouped_experts import combine, grouped_experts, sort_by_expert
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> int:
@@ -55,10 +54,7 @@ def exchange_and_compute(
     ones = torch.ones(len(expert), 1, dtype=torch.float32, device=x.device)
     done = grouped_experts(arrived, expert[:, None], ones, gate_up.to_local(), down.to_local(), activation)
     back = _AllToAll.apply(done, sent, received, group)
-    wide = back if back.dtype == torch.float64 else back.float()
-    if len(wide) == 0:  # a rank without tokens still takes part in both exchanges
-        return x.new_zeros(x.shape) + wide.sum().to(x.dtype)
-    return F.embedding_bag(rows.place, wide, mode="sum", per_sample_weights=weights.to(wide.dtype)).to(x.dtype)
+    return combine(back, rows.place, weights)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -115,7 +115,7 @@ class _LoopExperts(torch.autograd.Function):
             torch.mm(inner, down[expert].mT, out=value[piece])
         ctx.rows, ctx.activation = rows, activation
         ctx.save_for_backward(x, weights, gate_up, down, hidden)
-        return _combine(value, rows.place, weights)
+        return combine(value, rows.place, weights)
 
     @staticmethod
     @once_differentiable
@@ -142,7 +142,7 @@ class _LoopExperts(torch.autograd.Function):
             torch.mm(d_out.mT, inner.mul_(weight), out=d_down[expert])
             torch.mm(d_hidden.mT, x.index_select(0, token), out=d_gate_up[expert])
             torch.mm(d_hidden, gate_up[expert], out=d_rows[piece])
-        d_x = _combine(d_rows, rows.place, None)
+        d_x = combine(d_rows, rows.place, None)
         d_weights = d_weight[rows.place.reshape(-1)].view_as(weights).to(weights.dtype)
         return d_x, d_weights, d_gate_up, d_down, None, None
 
@@ -153,10 +153,13 @@ def _pieces(rows: Sorted) -> list[tuple[int, slice]]:
     return [(expert, slice(a, b)) for expert, (a, b) in enumerate(bounds) if b > a]
 
 
-def _combine(value: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """[T, D]: each token's (weighted) sum over its k rows, in one pass."""
+def combine(value: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """[T, D]: each token's sum over its rows ``value[place[t]]``, weighted if ``weights`` [T, k] are given, in fp32."""
     wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
     if len(wide) == 0:
-        return value.new_zeros(place.shape[0], value.shape[-1])
+        return value.new_zeros(place.shape[0], value.shape[-1]) + value.sum()
     scale = None if weights is None else weights.to(wide.dtype)
-    return F.embedding_bag(place, wide, mode="sum", per_sample_weights=scale).to(value.dtype)
+    if value.device.type in ("cpu", "cuda"):  # one fused pass
+        return F.embedding_bag(place, wide, mode="sum", per_sample_weights=scale).to(value.dtype)
+    rows = wide[place]
+    return (rows if scale is None else rows * scale[..., None]).sum(1).to(value.dtype)

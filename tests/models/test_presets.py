@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -43,8 +44,13 @@ def test_counts_are_the_published_ones(name):
     assert figures["layers"] == presets()[name].config.depth
 
 
+@cache
+def figures_of(name):
+    return describe(find_preset(name))
+
+
 def test_components_are_the_published_ones():
-    per_layer = lambda name, part, layers: describe(find_preset(name))["parameters"]["by_component"][part] / layers
+    per_layer = lambda name, part, layers: figures_of(name)["parameters"]["by_component"][part] / layers
     assert per_layer("kimi-linear-48b-a3b", "kimi_delta_attention", 20) == 39_514_272
     assert per_layer("kimi-linear-48b-a3b", "latent_attention", 7) == 29_114_880
     assert per_layer("kimi-k2", "latent_attention", 61) == 101_124_096
@@ -54,17 +60,17 @@ def test_components_are_the_published_ones():
 
 
 def test_vision_parts_are_the_published_ones():
-    k25, k3 = (describe(find_preset(name))["vision"] for name in ("kimi-k2.5", "kimi-k3"))
+    k25, k3 = (figures_of(name)["vision"] for name in ("kimi-k2.5", "kimi-k3"))
     assert (k25["vision_tower"], k25["projector"]) == (416_866_032, 54_277_888)
     assert (k3["vision_tower"], k3["projector"]) == (401_214_464, 46_144_512)
     assert f"{k25['total_with_text'] / 1e9:.2f}" == "1026.88" and f"{k3['total_with_text'] / 1e9:.2f}" == "2779.93"
 
 
 def test_cache_is_what_the_layers_hold():
-    cache = lambda name: describe(find_preset(name))["cache"]
-    assert cache("kimi-k2") == {"bytes_per_token": 61 * 576 * 2, "bytes_fixed": 0}
+    cached = lambda name: figures_of(name)["cache"]
+    assert cached("kimi-k2") == {"bytes_per_token": 61 * 576 * 2, "bytes_fixed": 0}
     states, history = 20 * 32 * 128 * 128 * 4, 20 * 3 * 3 * 4096 * 2
-    assert cache("kimi-linear-48b-a3b") == {"bytes_per_token": 7 * 576 * 2, "bytes_fixed": states + history}
+    assert cached("kimi-linear-48b-a3b") == {"bytes_per_token": 7 * 576 * 2, "bytes_fixed": states + history}
 
 
 def test_rounded_figures_that_follow_another_rule_are_explained():

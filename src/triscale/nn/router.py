@@ -38,9 +38,10 @@ class Router(nn.Module):
         self.config, self.scaling = config, config.scaling()
         self.weight = nn.Parameter(torch.empty(config.experts, context.width, **context.factory))
         nn.init.normal_(self.weight, std=0.02)
-        self.balance = config.balance.build(config.experts, config.top_k)
-        if context.device is not None:
-            self.balance.to(context.device)
+        with torch.device(
+            context.device or torch.get_default_device()
+        ):  # a large model's counters on meta take nothing
+            self.balance = config.balance.build(config.experts, config.top_k)
         zeros = lambda kind: torch.zeros(config.experts, dtype=kind, device=context.device)
         self.register_buffer("e_score_correction_bias", zeros(torch.float32))
         self.register_buffer("load", zeros(torch.int64), persistent=False)  # this step so far

@@ -79,10 +79,10 @@ def memory_child(tokens: int, threads: int) -> None:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def forward_backward_flops(tokens: int, chunk: int = 64) -> int:
-    """Floating-point operations of the matrix products actually taken (28 of C x 64 x 64 a head and chunk, with the
-    recomputation; the triangular inverse, twice, not counted)."""
-    return 28 * 2 * chunk * WIDTH * WIDTH * HEADS * (tokens // chunk)
+def forward_backward_flops(tokens: int, chunk: int = 32) -> int:
+    """Floating-point operations of the matrix products actually taken, recomputation included: per head and chunk 18
+    products of C x C x 64 and 10 of C x 64 x 64 (the triangular inverse, twice, is not counted)."""
+    return 2 * (18 * chunk * chunk * WIDTH + 10 * chunk * WIDTH * WIDTH) * HEADS * (tokens // chunk)
 
 
 def main() -> None:

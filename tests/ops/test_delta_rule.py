@@ -78,7 +78,7 @@ def test_chunked_equals_definition(gate, tokens, dtype, tolerance):
 @pytest.mark.parametrize("gate", ["mild", "bounded", "mixed"])
 def test_chunk_size_does_not_matter(chunk_size, gate):
     leaves = make(150, gate)
-    assert_same(run(leaves, chunk_size=chunk_size), run(leaves, path="reference"), 1e-12)
+    assert_same(run(leaves, chunk_size=chunk_size, path="chunked"), run(leaves, path="reference"), 1e-12)
 
 
 @pytest.mark.parametrize("budget", [1, 3000, 1 << 30])
@@ -149,7 +149,7 @@ def test_packed_equals_separate(lengths, gate, initial, final, chunk_size):
     offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     states = state_of(len(lengths)) if initial else None
     options = {"output_final_state": final}
-    found = run(leaves, states, cu_seqlens=offsets, chunk_size=chunk_size, **options)
+    found = run(leaves, states, cu_seqlens=offsets, chunk_size=chunk_size, path="chunked", **options)
     expected = run(leaves, states, cu_seqlens=offsets, path="reference", **options)
     assert_same(found, expected, 1e-11)
 
@@ -172,8 +172,8 @@ def test_padding_leaves_the_state_bit_equal(gate, padding):
     extra[4] = torch.zeros_like(extra[4])  # beta = 0 and g = 0: nothing is written, nothing decays
     padded = [torch.cat([a, b], dim=1) for a, b in zip(leaves, extra, strict=True)]
     for chunk_size in (16, 64):
-        _, short = gated_delta_rule(*leaves, output_final_state=True, chunk_size=chunk_size)
-        _out, final = gated_delta_rule(*padded, output_final_state=True, chunk_size=chunk_size)
+        _, short = gated_delta_rule(*leaves, output_final_state=True, chunk_size=chunk_size, path="chunked")
+        _out, final = gated_delta_rule(*padded, output_final_state=True, chunk_size=chunk_size, path="chunked")
         assert torch.equal(short, final)
 
 
@@ -229,3 +229,11 @@ def test_step_refuses_a_state_of_lower_precision():
     leaves = [x.detach() for x in make(1)]
     with pytest.raises(TriScaleError, match=r"float32.*float64"):
         gated_delta_rule_step(*leaves, torch.zeros(1, 2, 8, 6))
+
+
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_auto_may_shorten_the_chunk_but_not_change_the_result(tokens):
+    leaves = make(tokens, "bounded")
+    assert_same(run(leaves), run(leaves, path="chunked"), 1e-12)
+    wide = make(40, "mild", keys=72)
+    assert_same(run(wide, path="auto"), run(wide, path="reference"), 1e-12)

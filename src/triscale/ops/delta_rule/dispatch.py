@@ -11,7 +11,7 @@ from triscale.config import TriScaleError
 
 from .chunked import chunked_from_inputs
 from .flash_linear_attention import fla_from_inputs, why_not
-from .inputs import CuSeqlens, normalise
+from .inputs import CuSeqlens, Inputs, normalise
 from .reference import recurrent_from_inputs
 
 Path = Literal["auto", "reference", "chunked", "fla"]
@@ -41,7 +41,8 @@ def gated_delta_rule(
 
     Returns ``(o, final_state)``: o [B, T, HV, V] in v's dtype, final_state like ``initial_state`` in fp32 (fp64 for
     fp64 inputs), or None unless ``output_final_state``. Gates, sums and state are kept in fp32 (fp64) throughout.
-    Any g is exact, forward and backward, minus infinity included.
+    Any g is exact, forward and backward, minus infinity included. ``chunk_size`` only moves rounding and speed; "auto"
+    may shorten it, "chunked" takes it as it is.
 
     ``path``: "chunked" (matrix products, any device), "reference" (token by token), "fla" (flash-linear-attention's
     kernels on a GPU) or "auto". Raises :class:`TriScaleError` for inconsistent shapes and for a named path that
@@ -62,4 +63,10 @@ def gated_delta_rule(
             return fla_from_inputs(inputs, output_final_state)
         if path == "fla":
             raise TriScaleError(f"gated_delta_rule: flash-linear-attention declines: {reason}. Use path='auto'")
-        return chunked_from_inputs(inputs, chunk_size, output_final_state)
+        return chunked_from_inputs(inputs, _preferred_chunk(inputs, chunk_size), output_final_state)
+
+
+def _preferred_chunk(inputs: Inputs, chunk_size: int) -> int:
+    """On a CPU, heads up to 64 wide run faster in chunks of 32: less work inside a chunk, and gates span less of it."""
+    narrow = max(inputs.q.shape[-1], inputs.v.shape[-1]) <= 64
+    return min(chunk_size, 32) if narrow and inputs.q.device.type == "cpu" else chunk_size

@@ -60,3 +60,25 @@ def test_delta_rule_agrees_with_the_cpu(strength):
 def test_orthogonalize_agrees_with_the_cpu():
     matrix = torch.randn(3, 48, 80, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(orthogonalize(matrix.cuda()).cpu(), orthogonalize(matrix), rtol=1e-2, atol=1e-2)
+
+
+def test_experts_and_depth_attention_agree_with_the_cpu():
+    tree = {
+        "width": 64, "depth": 2, "vocabulary": 128, "residual": {"kind": "attention"}, "first_dense": 1,
+        "mixer": {"kind": "latent_attention", "heads": 2, "rope_theta": 10000.0, "output_gate": True},
+        "feed_forward": {"kind": "mixture_of_experts", "experts": 8, "hidden": 32, "latent": 32, "activation": "situ_glu"},
+    }  # fmt: skip
+    results = {}
+    for device in ("cpu", "cuda"):
+        model = from_dict(Decoder.Config, tree).build(seed=0).to(device).train()
+        model(batch(device)).backward()
+        gate = model.layers[1].feed_forward.gate
+        gate.after_optimizer_step()
+        results[device] = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        results[device]["bias"] = gate.e_score_correction_bias.cpu()
+    for name, value in results["cpu"].items():
+        torch.testing.assert_close(results["cuda"][name], value, rtol=1e-2, atol=1e-3, msg=name)
+    model = model.bfloat16().eval()  # torch's grouped product is taken here
+    with torch.inference_mode():
+        low = model(TokenBatch.from_rows(torch.arange(24, device="cuda").view(2, 12)), output="logits")
+    assert low.isfinite().all()

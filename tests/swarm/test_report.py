@@ -171,3 +171,22 @@ def test_the_width_study_writes_its_figure_and_its_numbers(tmp_path):
     wide = {(r["width"], r["arm"]): r for r in rows if r["kind"] == "wide"}
     assert wide[5, "swarm, 1 item each"]["seconds"] < wide[5, "single agent"]["seconds"]
     assert all(r["item_f1"] == 1 for r in wide.values())
+
+
+def test_many_replays_are_made_only_when_asked_for(tmp_path, monkeypatch):
+    run_world("wide:entities=3", tmp_path)
+    folder = next(tmp_path.iterdir())
+    monkeypatch.setattr("triscale.cli.swarm_report.FREE_REPLAYS", 2)
+    unasked = CliRunner().invoke(report, [str(folder)])
+    assert "by overlap (proxy)" in unasked.output and "--replay scripted" in unasked.output
+    asked = CliRunner().invoke(report, [str(folder), "--replay", "scripted"])
+    assert "leave-one-out" in asked.output
+
+
+def test_run_times_of_assignments_are_quantiles_of_what_ran(tmp_path):
+    from triscale.swarm.metrics import measure, quantile
+
+    assert quantile([], 0.5) == 0 and quantile([3, 1, 2], 0.5) == 2 and quantile(list(range(100)), 0.95) == 94
+    _, _, ledger = run_world("wide:entities=6,latency.jitter=0.5", tmp_path, total=5)
+    metrics = measure(ledger)
+    assert 2 < metrics.task_seconds_p50 <= metrics.task_seconds_p95 < 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from triscale.swarm.types import ModelClient
     from triscale.swarm.worlds import LookupWorld
 
+FREE_REPLAYS = 300  # assignments up to which a scripted final step is replayed unasked
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, exists=True))
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--replay", metavar="MODEL", help="Measure each sub-agent's contribution by leave-one-out replays of the "
-              "final step with this model. Needs a run of a world, whose answer can be scored.")  # fmt: skip
+              "final step with this model (scripted = the world's script, made unasked up to 300 assignments). "
+              "Needs a run of a world, whose answer can be scored.")  # fmt: skip
 @click.option("--base-url", help="OpenAI-compatible endpoint of the --replay model (key from OPENAI_API_KEY).")
 @click.option(
     "--otel", is_flag=True, help="Also send the run as one OpenTelemetry trace (OTEL_EXPORTER_OTLP_ENDPOINT)."
@@ -93,20 +97,34 @@ def _contributions(
                               "Leave --replay out: the report then estimates contributions by overlap")  # fmt: skip
         return None
     client: ModelClient
-    if model:
+    scripted = str(ledger.run["orchestrator"]).startswith("scripted")
+    if scripted and not model and len(ledger.tasks()) > FREE_REPLAYS:
+        click.echo(f"{len(ledger.tasks())} assignments: contributions are estimated by overlap; --replay scripted "
+                   "measures them", err=True)  # fmt: skip
+        return None
+    if model and model != "scripted":
         from triscale.swarm.client_http import HttpClient
 
         if not base_url:
             raise ConfigError("base_url", "missing", "Give the endpoint of the --replay model")
         client, virtual = HttpClient.Config(model=model, base_url=base_url).build(), False
-    elif str(ledger.run["orchestrator"]).startswith("scripted"):
+    elif scripted or model == "scripted":
         client, virtual = world.scripted("orchestrator"), True
     else:
         return None
 
+    begin = told = time.monotonic()
+
+    def progress(made: int, assignments: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > 2.0:
+            told = time.monotonic()
+            click.echo(f"replaying the final step without one result at a time: {made} replays for {assignments} "
+                       f"assignments, {told - begin:.0f} s", err=True)  # fmt: skip
+
     async def replay() -> Contributions:
         try:
-            return await leave_one_out(ledger, client, world.score)
+            return await leave_one_out(ledger, client, world.score, progress=progress)
         finally:
             await client.close()
 

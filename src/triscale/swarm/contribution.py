@@ -84,17 +84,20 @@ def by_overlap(ledger: Ledger, *, score: float | None = None, metric: str | None
 
 
 async def leave_one_out(
-    ledger: Ledger, client: ModelClient, score: Callable[[str], Mapping[str, float]], *, metric: str = "item_f1"
-) -> Contributions:
+    ledger: Ledger, client: ModelClient, score: Callable[[str], Mapping[str, float]], *, metric: str = "item_f1",
+    progress: Callable[[int, int], None] | None = None,
+) -> Contributions:  # fmt: skip
     """Contributions by replaying the final step of ``main`` with ``client``, which should be deterministic.
 
     score: answer -> numbers by name, of which ``metric`` is used. Takes at most twice as many model calls as there are
-    completed assignments, plus one. The replayed model has no tools, so it must answer.
+    completed assignments, plus one. The replayed model has no tools, so it must answer. progress: called with (replays
+    made, completed assignments) after each.
     """
     conversation, request = _final_request(ledger)
-    replayer = _Replayer(client, request, conversation, score, metric)
-    whole = await replayer.without(())
     tasks = _completed(ledger.tasks())
+    tell = (lambda made: progress(made, len(tasks))) if progress else None
+    replayer = _Replayer(client, request, conversation, score, metric, tell)
+    whole = await replayer.without(())
     ids = [t["id"] for t in tasks if t["owner"] == MAIN]
     scores = await asyncio.gather(*(replayer.without((id,)) for id in ids))
     marginal = {id: whole - value for id, value in zip(ids, scores, strict=True)}
@@ -114,10 +117,10 @@ class _Replayer:
 
     def __init__(
         self, client: ModelClient, request: ModelRequest, conversation: list[dict[str, Any]],
-        score: Callable[[str], Mapping[str, float]], metric: str,
+        score: Callable[[str], Mapping[str, float]], metric: str, tell: Callable[[int], None] | None,
     ):  # fmt: skip
         self.client, self.request, self.conversation = client, request, conversation
-        self.score, self.metric = score, metric
+        self.score, self.metric, self.tell = score, metric, tell
         self.calls, self.usage = 0, Usage()
         self._gate = asyncio.Semaphore(PARALLEL_REPLAYS)
         self._known: dict[frozenset[str], float] = {}
@@ -133,6 +136,8 @@ class _Replayer:
             self.calls += 1
             self.usage = self.usage + reply.usage
             self._known[key] = self.score(reply.content)[self.metric]
+            if self.tell is not None:
+                self.tell(self.calls)
         return self._known[key]
 
 

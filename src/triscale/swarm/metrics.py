@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Metrics:
     the other. speed_up: serial_seconds / makespan. utilisation: working time of all agents / (agents * makespan).
     mean_concurrency: sub-agents with a slot, and the orchestrator while it works, averaged over the makespan.
     efficiency: speed_up / mean_concurrency. finish_rate: completed / assigned (1 when nothing was assigned).
+    task_seconds_p50, _p95: run time of started assignments.
     """
 
     makespan: float
@@ -75,6 +77,8 @@ class Metrics:
     created: int
     outcomes: dict[str, int]
     finish_rate: float
+    task_seconds_p50: float
+    task_seconds_p95: float
     tokens_in: int
     tokens_out: int
     tokens_cached: int
@@ -116,10 +120,18 @@ def measure(ledger: Ledger) -> Metrics:
         total_steps=sum(paths.steps(agent, "turns") for agent in paths.agents), assigned=len(tasks),
         created=ledger.one("SELECT count(DISTINCT name) AS n FROM agent")["n"], outcomes=dict(outcomes),
         finish_rate=outcomes["completed"] / len(tasks) if tasks else 1.0,
+        task_seconds_p50=quantile([t["slot_seconds"] for t in tasks if t["active_start"] is not None], 0.5),
+        task_seconds_p95=quantile([t["slot_seconds"] for t in tasks if t["active_start"] is not None], 0.95),
         tokens_in=totals["tokens_in"], tokens_out=totals["tokens_out"], tokens_cached=totals["tokens_cached"],
         cost=totals["cost"], model_calls=totals["model_calls"], tool_calls=totals["tool_calls"],
         lost_calls=totals["lost"],
     )  # fmt: skip
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of ``values`` do not exceed; 0 without values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def peak_concurrency(intervals: Sequence[tuple[float, float]]) -> int:

@@ -225,10 +225,13 @@ def _register_step(seen: Sequence[tuple[ToolCall, str]]) -> list[tuple[str, dict
     if not any(call.name == "search" for call, _ in seen):
         return [("search", {"query": "current register", "limit": 3})]
     opened = [(call, result) for call, result in seen if call.name == "open"]
+    found = re.search(r"^\[([^\]]+)\] Current register", "\n".join(r for c, r in seen if c.name == "search"), re.M)
+    if found is None:
+        return []
     if not opened:
-        return [("open", {"document": "register.md"})]
+        return [("open", {"document": found.group(1)})]
     more = re.search(r"open with offset=(\d+)\]", opened[-1][1])
-    return [("open", {"document": "register.md", "offset": int(more.group(1))})] if more else []
+    return [("open", {"document": found.group(1), "offset": int(more.group(1))})] if more else []
 
 
 def _register_rows(seen: Sequence[tuple[ToolCall, str]], task: Task) -> list[dict[str, str]]:

@@ -94,6 +94,7 @@ class Report:
         if m.assigned:
             tiles += [
                 ("assignments", str(m.assigned), f"{m.finish_rate:.0%} completed"),
+                ("run time of one", duration(m.task_seconds_p50), f"95 % within {duration(m.task_seconds_p95)}"),
                 ("at work at once", str(m.peak_concurrency), f"{m.mean_concurrency:.1f} on average"),
                 ("speed-up", f"{m.speed_up:.1f}x", "against its own calls in a row"),
                 ("bound reached", f"{m.bound:.0%}", f"with {m.concurrent} at a time"),

@@ -181,6 +181,8 @@ def render_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def _cells(line: str) -> list[str]:
     body = line.strip().removeprefix("|")
+    if "\\" not in body:
+        return [cell.strip() for cell in body.removesuffix("|").split("|")]
     if re.search(r"(?<!\\)(\\\\)*\|$", body):
         body = body[:-1]
     parts, current, escaped = [], "", False

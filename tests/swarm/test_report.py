@@ -190,3 +190,54 @@ def test_run_times_of_assignments_are_quantiles_of_what_ran(tmp_path):
     _, _, ledger = run_world("wide:entities=6,latency.jitter=0.5", tmp_path, total=5)
     metrics = measure(ledger)
     assert 2 < metrics.task_seconds_p50 <= metrics.task_seconds_p95 < 6
+
+
+def test_the_final_step_can_be_replayed_by_a_model_over_http(tmp_path):
+    """An endpoint that plays the world's script: the same contributions as without the wire between."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    from triscale.swarm.types import Message, ModelRequest, ToolCall
+
+    world, _, _ = run_world("wide:entities=4,scripted.style=duplicate", tmp_path)
+    folder = next(tmp_path.iterdir())
+    script, asked = world.scripted("orchestrator"), []
+
+    def message(wire):
+        calls = tuple(ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"])
+                      for c in wire.get("tool_calls") or ())  # fmt: skip
+        return Message(wire["role"], wire["content"] or "", calls, wire.get("tool_call_id"))
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            text = script.decide(ModelRequest([message(m) for m in body["messages"]])).content
+            reply = {"id": "x", "object": "chat.completion", "created": 1, "model": "m",
+                     "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
+                     "choices": [{"index": 0, "finish_reason": "stop",
+                                  "message": {"role": "assistant", "content": text}}]}  # fmt: skip
+            data = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    base = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        done = CliRunner().invoke(report, [str(folder), "--json", "--replay", "m", "--base-url", base])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.exit_code == 0, done.output
+    over_wire = json.loads(done.output)["contributions"]
+    local = json.loads(CliRunner().invoke(report, [str(folder), "--json"]).output)["contributions"]
+    assert over_wire["items"] == local["items"] and over_wire["replays"] == local["replays"] == len(asked)
+    assert over_wire["replay_usage"]["tokens_in"] == 9 * len(asked)
+    assert all("tools" not in body for body in asked), "with nothing to call, the model has to answer"

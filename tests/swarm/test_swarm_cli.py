@@ -1,5 +1,6 @@
 """``triscale swarm run`` and ``resume`` as a user meets them: output, exit codes, Ctrl-C, what is refused."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from triscale.cli.swarm import swarm
 from triscale.config import ConfigError
 from triscale.events import read_events
+from triscale.swarm import clock, live
 from triscale.swarm.live import LiveState, LiveView
 
 WORLD = ["--world", "wide:entities=6,attributes=2"]
@@ -173,3 +175,19 @@ def test_off_a_terminal_failures_get_a_plain_line(capsys):
     }
     view.take({"time": 1.0, "kind": "task.end", "data": end})
     assert capsys.readouterr().out == "⌛ t1.0 w: timed_out (task_seconds = 5)\n"
+
+
+def test_silence_is_broken_by_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(live, "SILENCE_SECONDS", 0.02)
+    view = LiveView(sys.stdout)
+
+    async def main():
+        view.take({"time": clock.timestamp() - 65.0, "kind": "swarm.start", "data": {"mode": "swarm"}})
+        heart = asyncio.create_task(view.heartbeat())
+        while "turn 0" not in capsys.readouterr().out:
+            await asyncio.sleep(0.01)
+        heart.cancel()
+
+    clock.run(main())
+    assert 65.0 <= view.state.now - view.state.started < 1000

@@ -555,3 +555,20 @@ def test_failed_attempts_that_were_paid_for_are_counted():
     cut.left = 9
     _, result = run(PolicyClient(cut), None)
     assert (result.outcome, result.usage) == (Outcome.FAILED, Usage(50, 15))
+
+
+def test_swarms_that_share_a_limiter_both_hear_of_it_and_finish_alone():
+    async def busy(request):
+        if clock.now() < 1.0:
+            raise ModelError("rate_limited", "429", retry_after=3.0)
+        return say("ok")
+
+    async def scenario():
+        limiters = Limiters(capacity=2)
+        swarms = [Swarm(client=PolicyClient(busy), limiters=limiters) for _ in range(3)]
+        results = await asyncio.gather(*(swarm.run("q") for swarm in swarms))
+        return swarms, results, limiters
+
+    swarms, results, limiters = clock.run(scenario(), virtual=True)
+    assert [r.outcome for r in results] == ["completed"] * 3 and limiters.listeners == []
+    assert all(events(swarm, "limiter")[0]["event"] == "shrink" for swarm in swarms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -151,18 +152,21 @@ async def _run(config: SwarmConfig, directory: Path, quiet: bool) -> tuple[Prepa
     from triscale.swarm.config import prepare
     from triscale.swarm.live import LiveView
 
-    view = LiveView(quiet=quiet)
+    view = LiveView(quiet=quiet, virtual=config.virtual)
     prepared = await prepare(config, directory, (view.take,))
     if not quiet:
         view.line(f"run folder {directory}; {_limits_line(config)}")
     with view:
         _stop_on_interrupt(prepared, view, config)
-        return prepared, await prepared.swarm.run(prepared.task)
+        heart = asyncio.create_task(view.heartbeat())
+        try:
+            return prepared, await prepared.swarm.run(prepared.task)
+        finally:
+            heart.cancel()
 
 
 def _stop_on_interrupt(prepared: Prepared, view: Any, config: SwarmConfig) -> None:
     """First Ctrl-C: stop everything and return what there is. Second: leave at once (the log is on disk)."""
-    import asyncio
     import signal
 
     pressed = []

@@ -228,11 +228,12 @@ def _again(error: ModelError) -> ModelError:
 
 
 class Limiters:
-    """The rate limiters of a process by endpoint. Share one object between swarms that use the same key."""
+    """The rate limiters of a process by endpoint. Share one object between swarms that use the same key; each swarm
+    adds itself to ``listeners`` while it runs."""
 
     def __init__(self, capacity: int = 1000, policy: RetryPolicy | None = None):
         self.capacity, self.policy = capacity, policy or RetryPolicy()
-        self.listener: Callable[..., Any] | None = None
+        self.listeners: list[Callable[..., Any]] = []
         self._by_endpoint: dict[str, RateLimiter] = {}
 
     def get(self, endpoint: str) -> RateLimiter:
@@ -245,5 +246,5 @@ class Limiters:
         return [limiter for limiter in self._by_endpoint.values() if limiter.closed is not None]
 
     def _forward(self, **change: Any) -> None:
-        if self.listener is not None:
-            self.listener(**change)
+        for listener in tuple(self.listeners):
+            listener(**change)

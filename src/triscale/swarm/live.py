@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections import Counter, deque
@@ -13,9 +14,12 @@ from rich.live import Live
 from rich.text import Text
 from rich.tree import Tree
 
+from . import clock
+
 MARKS = {"completed": ("✓", "green"), "failed": ("✗", "red"), "timed_out": ("⌛", "yellow"), "limit": ("▲", "yellow"),
          "cancelled": ("■", "magenta"), "not_started": ("·", "magenta")}  # fmt: skip
 LINE_SECONDS = 2.0
+SILENCE_SECONDS = 10.0
 SHOWN = 12
 
 
@@ -88,7 +92,7 @@ class LiveState:
 
     @property
     def running(self) -> int:
-        return sum(task.state == "running" for task in self.tasks.values())
+        return sum(task.state == "running" for task in list(self.tasks.values()))
 
     def _ended(self, data: dict[str, Any]) -> str | None:
         self.tasks.pop(data["task"], None)
@@ -141,9 +145,10 @@ class LiveState:
         return " · ".join(parts)
 
     def tree(self) -> RenderableType:
-        """The tree of agents at work, the last that ended, and the notes."""
+        """The tree of agents at work, the last that ended, and the notes. Drawn from another thread than the run's,
+        hence the copies."""
         root = Tree(Text(f"orchestrator: {self.main}", style="bold"))
-        running = [(id, task) for id, task in self.tasks.items() if task.state == "running"]
+        running = [(id, task) for id, task in list(self.tasks.items()) if task.state == "running"]
         for id, task in running[:SHOWN]:
             line = Text(f"{id} {task.agent} ", style="cyan")
             line.append(
@@ -153,8 +158,8 @@ class LiveState:
             root.add(line)
         if len(running) > SHOWN:
             root.add(Text(f"… {len(running) - SHOWN} more running", style="dim"))
-        tail = [Text(text, style=_style(text), overflow="ellipsis", no_wrap=True) for text in self.tail]
-        notes = [Text(text, style="bold yellow") for text in self.notes]
+        tail = [Text(text, style=_style(text), overflow="ellipsis", no_wrap=True) for text in list(self.tail)]
+        notes = [Text(text, style="bold yellow") for text in list(self.notes)]
         return Group(root, *tail, *notes, Text(self.summary()))
 
 
@@ -165,17 +170,34 @@ def _style(text: str) -> str:
 class LiveView:
     """Follows a run on ``stream``: a live tree on a terminal, elsewhere a plain line every two seconds.
 
-    Use as a context manager and pass ``view.take`` as a listener.
+    Use as a context manager, pass ``view.take`` as a listener, and run :meth:`heartbeat` beside it, so that time is
+    seen to pass while a model takes minutes. virtual: the run's clock is not the wall's.
     """
 
-    def __init__(self, stream: TextIO | None = None, quiet: bool = False):
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False, virtual: bool = False):
         self.stream = stream or sys.stderr
         self.state = LiveState()
-        self.quiet = quiet
+        self.quiet, self.virtual = quiet, virtual
         console = Console(file=self.stream)
         tty = console.is_terminal and not quiet
-        self._live = Live(console=console, get_renderable=self.state.tree, refresh_per_second=4) if tty else None
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4) if tty else None
         self._last = time.monotonic()
+
+    def _draw(self) -> RenderableType:
+        self._look_at_the_clock()
+        return self.state.tree()
+
+    def _look_at_the_clock(self) -> None:
+        if not self.virtual and self.state.started:
+            self.state.now = max(self.state.now, clock.timestamp())
+
+    async def heartbeat(self) -> None:
+        """Off a terminal: a line whenever nothing has been said for a while. Ends when cancelled."""
+        while not (self.quiet or self.virtual or self._live is not None):
+            await asyncio.sleep(LINE_SECONDS)
+            if time.monotonic() - self._last >= SILENCE_SECONDS:
+                self._look_at_the_clock()
+                self.line(self.state.summary())
 
     def take(self, event: dict[str, Any]) -> None:
         line = self.state.take(event)

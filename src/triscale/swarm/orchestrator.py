@@ -101,6 +101,7 @@ class Swarm:
     _scope: Scope | None = field(default=None, init=False)
     _runtime: Runtime | None = field(default=None, init=False)
     _early: Cause | None = field(default=None, init=False)
+    _listener: Any = field(default=None, init=False)
 
     def cancel(self, reason: str = "cancelled by the user") -> None:
         """Stop the run and every descendant. ``run`` then returns, within the grace period, what there is."""
@@ -177,7 +178,8 @@ class Swarm:
     def _make_runtime(self, log: SwarmLog, recorded: Recorded) -> Runtime:
         limits = self.limits
         limiters = self.limiters or Limiters(capacity=max(limits.concurrent, 1))
-        limiters.listener = lambda **change: log.write("limiter", **change)
+        self._listener = lambda **change: log.write("limiter", **change)
+        limiters.listeners.append(self._listener)
         workspace = self.directory / "workspace" if self.directory is not None else None
         if workspace is not None:
             workspace.mkdir(parents=True, exist_ok=True)
@@ -240,8 +242,8 @@ class Swarm:
         return final
 
     async def _close(self, log: SwarmLog) -> None:
-        if self.limiters is not None:
-            self.limiters.listener = None
+        if self._runtime is not None:
+            self._runtime.limiters.listeners.remove(self._listener)
         await log.close()
         await self._close_clients()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,8 @@ def _train(settings: dict[str, Any], lr: float, seconds: float) -> dict[str, Any
         if spent >= next_check:
             next_check = spent + 0.05
             accuracy = _accuracy(model, task, length, settings["seed"])
+            _tell(f"{settings['task']} {length} {settings['arm']}, lr {lr:g}: {spent:4.0%}, step {step}, "
+                  f"accuracy {accuracy:.3f}")  # fmt: skip
             if accuracy >= SOLVED:
                 break
     accuracy = accuracy if accuracy >= SOLVED else _accuracy(model, task, length, settings["seed"])
@@ -123,6 +126,12 @@ def _train(settings: dict[str, Any], lr: float, seconds: float) -> dict[str, Any
         "accuracy": accuracy, "lr": lr, "steps": step, "seconds": time.perf_counter() - start,
         "loss": float(loss.detach()), "parameters": count_parameters(model)["total"],
     }  # fmt: skip
+
+
+def _tell(line: str) -> None:
+    """Progress: one line rewritten on a terminal, plain lines elsewhere."""
+    terminal = sys.stderr.isatty()
+    print(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
 
 def _batch(rows: TaskRows) -> TokenBatch:

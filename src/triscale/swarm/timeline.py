@@ -44,16 +44,14 @@ def timeline_svg(ledger: Ledger) -> str:
 
 
 def _rows(ledger: Ledger, tasks: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """At most ``MOST_ROWS`` agents: those on the critical path and the failed ones are always among them."""
+    """At most ``MOST_ROWS`` agents: those on the critical path, the failed ones, and others evenly over the run."""
     if len(tasks) <= MOST_ROWS:
         return list(tasks), 0
     chain = Paths(ledger).critical_chain()
     first = [t for t in tasks if t["id"] == MAIN or t["id"] in chain or t["outcome"] != "completed"][:MOST_ROWS]
     keep = {t["id"] for t in first}
-    for task in tasks:
-        if len(keep) >= MOST_ROWS:
-            break
-        keep.add(task["id"])
+    others, room = [t for t in tasks if t["id"] not in keep], MOST_ROWS - len(keep)
+    keep.update(others[i * len(others) // room]["id"] for i in range(room))
     return [t for t in tasks if t["id"] in keep], len(tasks) - len(keep)
 
 

@@ -1,8 +1,8 @@
 """Which mixers remember? Palindrome, associative recall and stacks for KDA, GDN, full attention and an LSTM.
 
 The shape of Kimi Linear's section 5.1 (arXiv 2510.26692) scaled to a CPU: 2 layers, 2 heads of 32, lengths 64, 128 and
-256. A cell (task, length, mixer) trains one model per learning rate, each for an equal share of the cell's seconds or
-until it answers 99.9 % of fresh questions, and reports the best. Finished cells are kept: running again resumes.
+256. In a cell (task, length, mixer) the learning rates compete for the first part of the seconds, and the best goes on to
+their end or until it answers 99.9 % of fresh questions. Finished cells are kept: running again resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "LSTM": {"kind": "lstm"},
 }
 SOLVED = 0.999
-EVALUATION_ROWS = 256
+EVALUATION_ROWS, CHECK_ROWS = 256, 32
+TRIAL = 0.3  # share of a cell in which its learning rates compete
 
 
 def run(
@@ -45,7 +46,7 @@ def run(
     arms: Sequence[str] = tuple(ARMS),
     learning_rates: Sequence[float] = (3e-3, 1e-3),
     seconds: float = 120.0,
-    batch_tokens: int = 4096,
+    batch_tokens: int = 2048,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Train every cell for at most ``seconds`` and write results.json, README.md and the figure into ``output``."""
@@ -75,57 +76,86 @@ def run(
 
 
 def _cell(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The best model over learning rates; read back if the same cell was finished before."""
+    """The cell's result; read back if the same cell was finished before."""
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["settings"] == settings:
             return saved["result"]
-    best: dict[str, Any] = {"accuracy": -1.0}
-    for lr in settings["learning_rates"]:
-        found = _train(settings, lr, settings["seconds"] / len(settings["learning_rates"]))
-        best = max(best, found, key=lambda r: r["accuracy"])
-        if best["accuracy"] >= SOLVED:
-            break
-    result = {key: settings[key] for key in ("task", "length", "arm")} | best
+    result = {key: settings[key] for key in ("task", "length", "arm")} | _race(settings)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"settings": settings, "result": result}), encoding="utf-8")
     temporary.replace(path)
     return result
 
 
-def _train(settings: dict[str, Any], lr: float, seconds: float) -> dict[str, Any]:
-    """One model; the learning rate warms up over 50 steps and falls to a tenth along a cosine of the time spent."""
-    task, length = TASKS[settings["task"]](), settings["length"]
-    config = {"width": HEADS * HEAD_DIM, "depth": DEPTH, "vocabulary": task.vocabulary, "mixer": ARMS[settings["arm"]]}
-    model = from_dict(Decoder.Config, config).build(seed=settings["seed"]).train()
-    optimizer = AdamW(model, lr=lr, weight_decay=0.0)
-    generator = np.random.default_rng(settings["seed"])
-    rows = max(1, settings["batch_tokens"] // length)
-    start, step, accuracy, next_check = time.perf_counter(), 0, 0.0, 0.1
-    while (spent := (time.perf_counter() - start) / seconds) < 1:
-        rate = lr * min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * spent))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = _batch(task.rows(rows, length, generator))
-        optimizer.zero_grad(set_to_none=True)
+def _race(settings: dict[str, Any]) -> dict[str, Any]:
+    """Every learning rate gets an equal share of the first TRIAL of the cell's seconds; the best goes on to the end."""
+    attempts = [_Attempt(settings, lr) for lr in settings["learning_rates"]]
+    trial = TRIAL * settings["seconds"] / len(attempts) if len(attempts) > 1 else 0.0
+    for attempt in attempts if trial else []:
+        attempt.train(trial, final=False)
+        if attempt.accuracy >= SOLVED:
+            return attempt.result()
+    best = max(attempts, key=lambda a: a.accuracy)
+    best.train(settings["seconds"] - trial * len(attempts), final=True)
+    return best.result()
+
+
+class _Attempt:
+    """One model at one learning rate."""
+
+    def __init__(self, settings: dict[str, Any], lr: float):
+        self.settings, self.lr = settings, lr
+        self.task, self.length = TASKS[settings["task"]](), settings["length"]
+        mixer = ARMS[settings["arm"]]
+        config = {"width": HEADS * HEAD_DIM, "depth": DEPTH, "vocabulary": self.task.vocabulary, "mixer": mixer}
+        self.model = from_dict(Decoder.Config, config).build(seed=settings["seed"]).train()
+        self.optimizer = AdamW(self.model, lr=lr, weight_decay=0.0)
+        self.generator = np.random.default_rng(settings["seed"])
+        self.step, self.seconds, self.loss, self.accuracy = 0, 0.0, math.nan, 0.0
+
+    def train(self, seconds: float, final: bool) -> None:
+        """Steps for ``seconds`` or until solved; on the ``final`` leg the last half decays the rate to a tenth."""
+        start, spent, next_check = time.perf_counter(), 0.0, 0.1
+        while spent < 1 and self.accuracy < SOLVED:
+            decay = 1.0 - 1.8 * max(0.0, spent - 0.5) if final else 1.0
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * min(1.0, (self.step + 1) / 50) * decay
+            self._one_step()
+            spent = (time.perf_counter() - start) / seconds
+            if spent >= next_check:
+                next_check = spent + 0.05
+                self._check(spent)
+        if self.accuracy < SOLVED:
+            self.accuracy = _accuracy(self.model, self.task, self.length, self.settings["seed"], EVALUATION_ROWS)
+        self.seconds += time.perf_counter() - start
+
+    def _one_step(self) -> None:
+        rows = max(1, self.settings["batch_tokens"] // self.length)
+        batch = _batch(self.task.rows(rows, self.length, self.generator))
+        self.optimizer.zero_grad(set_to_none=True)
         assert batch.loss_weights is not None
-        loss = model(batch, output="loss") / batch.loss_weights.sum()
+        loss = self.model(batch, output="loss") / batch.loss_weights.sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if spent >= next_check:
-            next_check = spent + 0.05
-            accuracy = _accuracy(model, task, length, settings["seed"])
-            _tell(f"{settings['task']} {length} {settings['arm']}, lr {lr:g}: {spent:4.0%}, step {step}, "
-                  f"accuracy {accuracy:.3f}")  # fmt: skip
-            if accuracy >= SOLVED:
-                break
-    accuracy = accuracy if accuracy >= SOLVED else _accuracy(model, task, length, settings["seed"])
-    return {
-        "accuracy": accuracy, "lr": lr, "steps": step, "seconds": time.perf_counter() - start,
-        "loss": float(loss.detach()), "parameters": count_parameters(model)["total"],
-    }  # fmt: skip
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        self.loss = float(loss.detach())
+
+    def _check(self, spent: float) -> None:
+        """Accuracy on a few rows; only if they are solved, on all (the number that counts)."""
+        measure = lambda rows: _accuracy(self.model, self.task, self.length, self.settings["seed"], rows)
+        quick = measure(CHECK_ROWS)
+        name = f"{self.settings['task']} {self.length} {self.settings['arm']}"
+        _tell(f"{name}, lr {self.lr:g}: {spent:4.0%}, step {self.step}, loss {self.loss:.3f}, accuracy {quick:.3f}")
+        if quick >= SOLVED:
+            self.accuracy = measure(EVALUATION_ROWS)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy, "lr": self.lr, "steps": self.step, "seconds": self.seconds, "loss": self.loss,
+            "parameters": count_parameters(self.model)["total"],
+        }  # fmt: skip
 
 
 def _tell(line: str) -> None:
@@ -141,13 +171,13 @@ def _batch(rows: TaskRows) -> TokenBatch:
 
 
 @torch.no_grad()
-def _accuracy(model: Decoder, task: Any, length: int, seed: int) -> float:
-    """Share of right answers in EVALUATION_ROWS rows that training never draws (another stream of the generator)."""
+def _accuracy(model: Decoder, task: Any, length: int, seed: int, rows: int) -> float:
+    """Share of right answers in ``rows`` rows that training never draws (another stream of the generator)."""
     generator = np.random.default_rng([seed, 1])
     right = count = 0.0
     model.eval()
-    for _ in range(0, EVALUATION_ROWS, 64):
-        batch = _batch(task.rows(64, length, generator))
+    for start in range(0, rows, 64):
+        batch = _batch(task.rows(min(64, rows - start), length, generator))
         assert batch.targets is not None and batch.loss_weights is not None
         correct = model(batch, output="logits").argmax(-1) == batch.targets
         right += float((correct * batch.loss_weights).sum())
@@ -158,7 +188,7 @@ def _accuracy(model: Decoder, task: Any, length: int, seed: int) -> float:
 
 def _readme(results: list[dict[str, Any]], meta: dict[str, Any]) -> str:
     lengths, arms = _ordered(results, "length"), _ordered(results, "arm")
-    lines = ["# Memory tasks", "", f"Accuracy (%) on {meta['n']} fresh rows, best of {len(meta['learning_rates'])} "
+    lines = ["# Memory tasks", "", f"Accuracy (%) on {meta['n']} fresh rows, better of {len(meta['learning_rates'])} "
              f"learning rates, at most {meta['seconds_a_cell']:g} s a cell, one seed. 2 layers, 2 heads of 32.", ""]  # fmt: skip
     for task in _ordered(results, "task"):
         lines += [f"## {task}", "", "| length | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]

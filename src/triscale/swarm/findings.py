@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .contribution import Contributions
 from .ledger import Ledger
-from .metrics import Metrics, Paths, peak_concurrency
+from .metrics import Metrics, Paths, peak_concurrency, quantile
 
 ALONE_SHARE = 0.8  # of assignments that were the only one of their turn
 OWN_CALLS_WORTH_SPLITTING = 8
@@ -139,9 +139,9 @@ def _waits(ledger: Ledger, metrics: Metrics) -> list[Finding]:
     if shrinks or waits > QUEUE_SHARE * metrics.makespan * runs:
         found.append(Finding("rate_limit", "note", f"Agents waited {waits:,.1f} s in all for the rate limiter and for "
                              f"retries; it lowered its concurrency {_n(shrinks, 'time')}."))  # fmt: skip
-    times = sorted(t["slot_seconds"] for t in ledger.tasks() if t["slot_seconds"])
+    times = [t["slot_seconds"] for t in ledger.tasks() if t["slot_seconds"]]
     if len(times) >= 4:
-        median, slow = times[len(times) // 2], Paths(ledger).critical_chain()
+        median, slow = quantile(times, 0.5), Paths(ledger).critical_chain()
         worst = max((t for t in ledger.tasks() if t["id"] in slow), key=lambda t: t["slot_seconds"], default=None)
         if worst is not None and median and worst["slot_seconds"] > STRAGGLER * median:
             found.append(Finding("straggler", "note", f"{worst['id']} ran {worst['slot_seconds']:,.1f} s, the median "

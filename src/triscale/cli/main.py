@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -67,6 +68,9 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Entry point: user errors are one plain message and exit code 2, without a traceback."""
+    # Read when torch starts its threads. Spinning threads make small operators several times slower as soon as another
+    # program wants the same cores; sleeping ones cost a little on an idle machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:

@@ -72,12 +72,16 @@ def collect() -> dict[str, dict[str, Any]]:
 def _backends(device) -> dict[str, str]:
     import torch
 
-    rows = {"attention": "torch scaled_dot_product_attention"}
-    try:
-        from triscale.ops import delta_rule
+    from triscale.ops.delta_rule.flash_linear_attention import why_not
+    from triscale.ops.delta_rule.inputs import normalise
 
-        rows.update(delta_rule.backend_report(device))
-    except (ImportError, AttributeError):
-        rows["delta rule"] = "chunked (torch)"
-    rows["compile"] = "available, off by default" if hasattr(torch, "compile") else "not in this torch build"
-    return rows
+    shape = (1, 64, 1, 64)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.zeros(shape, device=device, dtype=dtype)
+    reason = why_not(normalise(q, q, q, q.float(), q[..., 0].float(), None, None, None), 64)
+    return {
+        "attention": "torch scaled_dot_product_attention",
+        "delta rule, chunked": "available on any device",
+        "delta rule, fla": f"declines: {reason}" if reason else "available",
+        "compile": "available, off by default" if hasattr(torch, "compile") else "not in this torch build",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from importlib import import_module
 from pathlib import Path
 
@@ -25,8 +27,9 @@ STUDIES: dict[str, tuple[str, str]] = {
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", required=False)
 @click.option("--output", type=click.Path(path_type=Path), help="Result folder [default: runs/study-NAME].")
+@click.option("--dry-run", is_flag=True, help="Print the settings it would run with; run nothing.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[--setting=VALUE]...")
-def study(name: str | None, output: Path | None, settings: tuple[str, ...]) -> None:
+def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[str, ...]) -> None:
     """Run the study NAME (or list them all); running it again resumes."""
     from triscale.config import ConfigError, parse_overrides
 
@@ -36,5 +39,18 @@ def study(name: str | None, output: Path | None, settings: tuple[str, ...]) -> N
         return
     if name not in STUDIES:
         raise ConfigError("study", f"no study is called {name!r}", f"Known: {', '.join(STUDIES)}")
-    module = import_module(STUDIES[name][0])
-    module.run(output or Path("runs") / f"study-{name}", **parse_overrides(settings))
+    run = import_module(STUDIES[name][0]).run
+    known = {key: p.default for key, p in inspect.signature(run).parameters.items() if key != "output"}
+    chosen = parse_overrides(settings)
+    for key in chosen:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            fix = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}"
+            raise ConfigError(f"study.{name}.{key}", "unknown setting", fix)
+    folder = output or Path("runs") / f"study-{name}"
+    if dry_run:
+        click.echo(f"{STUDIES[name][1]}\nresult folder {folder}")
+        for key, value in {**known, **chosen}.items():
+            click.echo(f"  {key:<20} {value!r}")
+        return
+    run(folder, **chosen)

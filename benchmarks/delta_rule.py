@@ -85,6 +85,12 @@ def forward_backward_flops(tokens: int, chunk: int = 32) -> int:
     return 2 * (18 * chunk * chunk * WIDTH + 10 * chunk * WIDTH * WIDTH) * HEADS * (tokens // chunk)
 
 
+def progress(medians: dict[str, float]) -> None:
+    """Plain lines on stderr while the rest is measured."""
+    for name, seconds in medians.items():
+        print(f"  {name:<28} {seconds * 1e3:.1f} ms", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -109,6 +115,7 @@ def main() -> None:
         3 * options.repeats,
         warmup=2,
     )
+    progress(medians)
     medians |= interleave(
         {
             "ours_2048_beside_slow": training_step(ours, short),
@@ -117,6 +124,7 @@ def main() -> None:
         },
         3,
     )
+    progress(medians)
     middle = inputs(4096)
     medians |= interleave(
         {"ours_4096": training_step(ours, middle), "sdpa_4096": training_step(softmax_attention, middle)},
@@ -136,6 +144,7 @@ def main() -> None:
         3,
     )
     medians |= flat
+    progress(flat)
     del longest
     memory = {length: peak_memory(length) / length for length in (2048, options.longest)}
     per_token = flat[f"ours_{options.longest}"] / options.longest

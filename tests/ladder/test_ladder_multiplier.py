@@ -88,10 +88,10 @@ def test_one_seed_gives_a_multiplier_without_an_interval(make_summary):
     assert value == pytest.approx(1.5) and interval is None
 
 
-def test_pooling_gives_rungs_equal_weight_and_stays_finite(make_record):
+def test_pooling_goes_over_all_pairs_and_stays_finite(make_record):
     result = analyse(make_record({"arm": 1.4}))
     arm = result.arms[0]
-    means = [np.mean(item.multiplier.logs["tokens"]) for item in arm.rungs]
-    assert arm.multipliers["tokens"].mean == pytest.approx(np.mean(means))
+    logs = [log for item in arm.rungs for log in item.multiplier.logs["tokens"]]
+    assert arm.multipliers["tokens"].mean == pytest.approx(np.mean(logs)) and len(logs) == 9
     wild = analyse(make_record({"arm": 1.4}, seeds=(0, 1), rungs=("s",), pair_sd=0.3, draw=4))
     assert all(math.isfinite(v) for v in as_factor(wild.arms[0].multipliers["tokens"])[1])

@@ -30,7 +30,7 @@ def test_planted_effects_get_their_words(make_record):
 
 def test_two_seeds_on_two_rungs_are_computed(make_record):
     arm = analyse(make_record({"kimi": 1.5}, seeds=(0, 1), rungs=("s", "m"))).arms[0]
-    assert arm.verdict == "better" and arm.n == 4 and arm.pooled.df == 2
+    assert arm.verdict == "better" and arm.n == 4 and arm.pooled.df == 3
     assert arm.rungs[0].difference.df == 1
     low, high = arm.multipliers["tokens"].interval
     assert low < math.log(1.5) < high
@@ -65,7 +65,7 @@ def test_missing_seeds_leave_the_other_pairs(make_record):
     record = replace(record, runs=tuple(run for run in record.runs if run.key not in gone))
     arm = analyse(record).arms[0]
     assert [item.pairs.missing for item in arm.rungs] == [(1,), (2,), ()]
-    assert arm.n == 7 and arm.pooled.df == 4 and arm.verdict == "better"
+    assert arm.n == 7 and arm.pooled.df == 6 and arm.verdict == "better"
 
 
 def test_unequal_tokens_use_the_matching_budget_or_are_refused(make_record):

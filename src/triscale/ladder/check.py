@@ -74,22 +74,29 @@ class CheckResult:
 
 
 class NoiseModel:
-    """Residuals of a record, on the log-loss scale, and a way to draw from them."""
+    """Residuals of a record, on the log-loss scale, and a way to draw from them; each rung keeps its own amount."""
 
     def __init__(self, record: LadderRecord):
         self.record = record
         self.curves = {rung.name: self._curve(rung) for rung in record.rungs}
         pairs, seeds, branches = [], [], []
+        self.scale: dict[str, float] = {}  # rung -> standard deviation of a pair's log loss ratio
         for rung in record.rungs:
+            own: list[float] = []
             for arm in record.arms:
                 logs = [math.log(p.arm_loss / p.baseline_loss) for p in pair_rung(record, arm, rung).completed]
-                pairs += _centred(logs)
+                own += _centred(logs)
+            if any(own):
+                self.scale[rung.name] = math.sqrt(sum(value**2 for value in own) / len(own))
+                pairs += [value / self.scale[rung.name] for value in own]
             tables = [_branch_residuals(run, self.curves[rung.name])
                       for run in record.of(record.baseline, rung.name) if not run.diverged]  # fmt: skip
             seeds += _centred([float(np.mean(table)) for table in tables])
             branches += [value for table in tables for value in _centred(list(table))]
         if not pairs:
             raise TriScaleError("the check needs an arm with two finished pairs at one rung to know the noise")
+        typical = float(np.mean(list(self.scale.values())))
+        self.scale |= {rung.name: typical for rung in record.rungs if rung.name not in self.scale}
         self.pairs, self.seeds, self.branches = map(np.array, (pairs, seeds, branches))
 
     def _curve(self, rung) -> BudgetCurve:
@@ -115,26 +122,28 @@ class NoiseModel:
                 runs.append(replace(template, seed=seed, loss=own, budgets=ends))
                 for index, arm in enumerate(record.arms):
                     worth = effect if index == 0 else 1.0
-                    loss = float(curve.loss(template.tokens * worth)) * luck * math.exp(_smooth(random, self.pairs))
+                    noise = self.scale[rung.name] * _smooth(random, self.pairs)
+                    loss = float(curve.loss(template.tokens * worth)) * luck * math.exp(noise)
                     runs.append(replace(template, arm=arm, seed=seed, loss=loss, budgets=()))
         return replace(record, runs=tuple(runs))
 
-    def nats(self, effect: float) -> float:
-        """Mean loss over rungs that an effect of ``effect`` x tokens saves."""
-        saved = [float(self.curves[r.name].loss(r.tokens) - self.curves[r.name].loss(r.tokens * effect))
-                 for r in self.record.rungs]  # fmt: skip
-        return float(np.mean(saved))
+    def saved(self, effect: float) -> np.ndarray:
+        """The loss that an effect of ``effect`` x tokens saves on every rung, nats per token."""
+        curves = [(self.curves[rung.name], rung.tokens) for rung in self.record.rungs]
+        return np.array([float(curve.loss(tokens) - curve.loss(tokens * effect)) for curve, tokens in curves])
 
     def shift(self, effect: float) -> float:
-        """The effect in standard errors of the design's pooled difference."""
-        rungs, seeds = self.record.rungs, len(self.record.seeds)
-        deviation = float(np.sqrt(np.mean(self.pairs**2)))
-        losses = np.array([float(self.curves[r.name].loss(r.tokens)) for r in rungs])
-        return self.nats(effect) / (deviation * math.sqrt(float((losses**2).sum()) / seeds) / len(rungs))
+        """The mean effect in standard errors of the design; its spread over the rungs counts as noise, as in a verdict."""
+        saved, seeds = self.saved(effect), len(self.record.seeds)
+        losses = [float(self.curves[rung.name].loss(rung.tokens)) for rung in self.record.rungs]
+        noise = np.array(losses) * [self.scale[rung.name] for rung in self.record.rungs]
+        pairs = len(saved) * seeds
+        variance = float((noise**2).mean()) + seeds * float(((saved - saved.mean()) ** 2).sum()) / (pairs - 1)
+        return float(saved.mean()) / math.sqrt(variance / pairs)
 
     @property
     def df(self) -> int:
-        return len(self.record.rungs) * (len(self.record.seeds) - 1)
+        return len(self.record.rungs) * len(self.record.seeds) - 1
 
 
 def check_statistics(
@@ -148,14 +157,9 @@ def check_statistics(
     noise.
     """
     model = NoiseModel(record)
-    if model.df < 1:
-        raise TriScaleError("seeds: a ladder of one seed gives no verdicts to check. Use two seeds or more")
     tests = len(record.arms)
     if effect is None:
-        wanted = detectable_shift(model.df, alpha / tests, power)
-        if model.shift(1e6) < wanted:
-            raise TriScaleError("no multiplier is large enough for this design to find: the noise exceeds the curve")
-        effect = float(optimize.brentq(lambda m: model.shift(m) - wanted, 1.0, 1e6))
+        effect = _smallest_effect(model, detectable_shift(model.df, alpha / tests, power))
     expected = power_of(model.shift(effect), model.df, alpha / tests)
     random = np.random.default_rng(seed)
     false = found = wrong = covered = intervals = 0
@@ -173,12 +177,22 @@ def check_statistics(
             progress(trial + 1, trials)
     return CheckResult(
         effect,
-        model.nats(effect),
+        float(model.saved(effect).mean()),
         Rate("false verdicts without an effect", false, trials, alpha),
         Rate("planted effect found", found, trials, expected),
         Rate("planted effect called worse", wrong, trials, 0.0),
         Rate("multiplier intervals that hold the truth", covered, intervals, 1 - alpha),
     )
+
+
+def _smallest_effect(model: NoiseModel, wanted: float) -> float:
+    """The smallest multiplier whose shift reaches ``wanted``."""
+    grid = np.geomspace(1.001, 1000, 400)
+    enough = next((i for i, effect in enumerate(grid) if model.shift(float(effect)) >= wanted), None)
+    if enough is None:
+        raise TriScaleError("no multiplier is large enough for this design to find: its noise exceeds what tokens buy")
+    low = float(grid[enough - 1]) if enough else 1.0
+    return float(optimize.brentq(lambda effect: model.shift(effect) - wanted, low, float(grid[enough])))
 
 
 def _template(record: LadderRecord, rung: str) -> RunSummary:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .budget_curve import BudgetCurve
 from .pairs import Pair, RungPairs
-from .statistics import Estimate, combine, pooled_deviation
+from .statistics import Estimate, combine, paired_t
 
 COSTS = ("tokens", "flops", "seconds")
 
@@ -70,27 +70,23 @@ def _log_tokens(pair: Pair, curve: BudgetCurve, parameters: np.ndarray) -> float
 
 
 def pool(rungs: Sequence[RungMultiplier], cost: str) -> Estimate | None:
-    """The log multiplier over rungs (each with the same weight) as a t-interval over pairs, the fits' errors added.
+    """The log multiplier over all pairs of ``rungs`` as a t-interval, the errors of the rungs' curves added.
 
-    None when no rung has a multiplier. The mean is geometric once exponentiated. With one rung it is that rung's
-    interval.
+    None when no rung has a multiplier. The mean is geometric once exponentiated.
     """
     rungs = [rung for rung in rungs if rung.known]
     if not rungs:
         return None
-    groups = [rung.logs[cost] for rung in rungs]
-    mean = float(np.mean([np.mean(group) for group in groups]))
-    n = sum(map(len, groups))
-    deviation, df = pooled_deviation(groups)
-    if df == 0:
-        return Estimate(mean, None, 0, n)
-    parts = [(deviation**2 * sum(1 / len(group) for group in groups) / len(groups) ** 2, float(df))]
+    over_pairs = paired_t([log for rung in rungs for log in rung.logs[cost]])
+    if over_pairs.se is None:
+        return over_pairs
+    parts = [(over_pairs.se**2, over_pairs.df)]
     for rung in rungs:
         if rung.fit_variance is None:  # the curve's error is unknown, and so is the multiplier's
-            return Estimate(mean, None, 0, n)
+            return Estimate(over_pairs.mean, None, 0, over_pairs.n)
         if rung.fit_variance > 0:
-            parts.append((rung.fit_variance / len(rungs) ** 2, float(rung.fit_df)))
-    return combine(mean, parts, n)
+            parts.append((rung.fit_variance * (len(rung.logs[cost]) / over_pairs.n) ** 2, float(rung.fit_df)))
+    return combine(over_pairs.mean, parts, over_pairs.n)
 
 
 def as_factor(estimate: Estimate | None) -> tuple[float | None, list[float] | None]:

@@ -57,7 +57,7 @@ def nats_of(multiplier: float, exponent: float, loss: float, floor: float = 0.0)
 
 def power_with(seeds: int, effect: float, pair_sd: float, rungs: int = 1, arms: int = 1, alpha: float = ALPHA) -> float:
     """Probability that ``effect`` (nats per token, on every rung) gets its verdict; a lower bound under Holm."""
-    df = rungs * (seeds - 1)
+    df = rungs * seeds - 1
     if df < 1:
         return 0.0
     return power_of(abs(effect) / (pair_sd / math.sqrt(seeds * rungs)), df, alpha / max(arms, 1))

@@ -96,7 +96,7 @@ def _scaling(result: LadderResult) -> Plot | None:
         label = name
         if fit is not None:
             x = np.geomspace(fit.lowest / 1.15, fit.highest * 1.15, 80)
-            label += f": $C^{{-{fit.exponent:.3f}}}$" + (f" + {fit.floor:.2f}" if fit.floor else "")
+            label += f": $C^{{{-fit.exponent:.3f}}}$" + (f" + {fit.floor:.2f}" if fit.floor else "")
             axes.plot(x, fit.loss(x), color=colours[name], lw=1.4, label=label)
             band = fit.band(x)
             if band is not None and fit.df > 1:
@@ -270,16 +270,24 @@ def _plain_ticks(axes, low: float, high: float, which: str = "x") -> None:
 
 
 def _log_values(axes, values: list[float]) -> None:
-    """Less than a decade on a log axis gets plain ticks; matplotlib's would overlap."""
+    """A short log axis gets plain ticks; matplotlib's would overlap."""
     positive = [value for value in values if value > 0]
-    if positive and max(positive) / min(positive) < 10:
+    if positive:
         low, high = min(positive) / 1.05, max(positive) * 1.05
         axes.set_ylim(low, high)
-        _plain_ticks(axes, low, high, which="y")
+        if high / low < 5:
+            _plain_ticks(axes, low, high, which="y")
+        elif high / low < 1000:
+            ticks = [m * 10.0**e for e in range(-9, 9) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+            axes.yaxis.set_major_locator(_ticker().FixedLocator(ticks))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_locator(_ticker().NullLocator())
 
 
 def _log_ticks(axes, low: float, high: float) -> None:
-    steps = [m * 10.0**e for e in range(2, 30) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    some, more = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
+    ticks = lambda heads: [m * 10.0**e for e in range(2, 30) for m in heads if low <= m * 10.0**e <= high]
+    steps = ticks(some) if len(ticks(some)) > 2 else ticks(more)
     axes.xaxis.set_major_locator(_ticker().FixedLocator(steps))
     axes.xaxis.set_major_formatter(lambda value, _: si(value))
     axes.xaxis.set_minor_locator(_ticker().NullLocator())

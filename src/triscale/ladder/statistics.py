@@ -53,29 +53,22 @@ class Estimate:
 def paired_t(differences: Sequence[float], resolution: float = 0.0, alpha: float = ALPHA) -> Estimate:
     """Mean of paired differences with the one-sample t error (n - 1 degrees of freedom).
 
+    Pairs of several rungs go in together, so what differs between rungs counts as noise. Pooling the scatter within
+    rungs instead would promise more: it takes the noise to be the same on every rung, and where it is not (ten times,
+    with two seeds on two rungs) 12 % of verdicts would be false. This one stays at or below ``alpha`` then.
+
     resolution: the smallest standard deviation believed; two equal differences do not prove that a third would be
-    the same to the last bit.
+    the same to the last bit. Raises ``ValueError`` without any difference.
     """
-    return pooled_t([differences], resolution, alpha)
-
-
-def pooled_t(groups: Sequence[Sequence[float]], resolution: float = 0.0, alpha: float = ALPHA) -> Estimate:
-    """Mean over groups (rungs, each with the same weight) of paired differences, the standard deviation pooled.
-
-    The groups' own means may differ: their spread is not counted as noise, so the interval is that of the mean
-    over *these* rungs. Degrees of freedom: sum of (n_r - 1). Groups may have unequal sizes; one of a single pair
-    contributes its mean and borrows the pooled deviation.
-    """
-    arrays = [np.asarray(group, dtype=float) for group in groups if len(group)]
-    if not arrays:
+    values = np.asarray(differences, dtype=float)
+    n = len(values)
+    if n == 0:
         raise ValueError("no differences to average")
-    n, df = sum(map(len, arrays)), sum(len(a) - 1 for a in arrays)
-    mean = float(np.mean([a.mean() for a in arrays]))
-    if df == 0:
-        return Estimate(mean, None, 0, n, alpha)
-    squares = sum(float(((a - a.mean()) ** 2).sum()) for a in arrays)
-    deviation = max(math.sqrt(squares / df), resolution)
-    return Estimate(mean, deviation * math.sqrt(sum(1 / len(a) for a in arrays)) / len(arrays), df, n, alpha)
+    mean = float(values.mean())
+    if n == 1:
+        return Estimate(mean, None, 0, 1, alpha)
+    deviation = max(float(values.std(ddof=1)), resolution)
+    return Estimate(mean, deviation / math.sqrt(n), n - 1, n, alpha)
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

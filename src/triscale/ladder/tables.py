@@ -234,7 +234,7 @@ def footnote(result: LadderResult) -> str:
     level = f"{100 * (1 - result.alpha):g} %"
     return (
         f"n = seed pairs. Brackets: {level} t-intervals, each arm alone. Loss in nats per token; differences are arm minus "
-        f"baseline. Verdicts: paired t-test pooled over rungs, Holm over {len(result.arms)} arm(s) at {result.alpha:g}. "
+        f"baseline. Verdicts: paired t-test over all pairs, Holm over {len(result.arms)} arm(s) at {result.alpha:g}. "
         f"Multipliers (x): cost the baseline needs for the same loss, divided by the arm's; * = beyond the baseline's "
         f"budgets. Smallest detectable: found with probability {result.power:g} or more by this design."
     )

@@ -11,7 +11,7 @@ from .fits import PowerLaw, fit_power_law
 from .multiplier import RungMultiplier, pool, rung_multiplier
 from .pairs import RungPairs, pair_rung
 from .records import LadderRecord, Rung, same_budget
-from .statistics import ALPHA, POWER, Estimate, holm, pooled_t, smallest_detectable
+from .statistics import ALPHA, POWER, Estimate, holm, paired_t, smallest_detectable
 
 Verdict = Literal["better", "worse", "no difference detected"]
 RESOLUTION = 2**-23  # relative: losses are computed in fp32, smaller scatter is not believed
@@ -137,13 +137,13 @@ def scaling_fit(record: LadderRecord, arm: str) -> PowerLaw | None:
 
 def _rung_result(record: LadderRecord, arm: str, rung: Rung, curve: BudgetCurve | None, alpha: float) -> RungResult:
     pairs = pair_rung(record, arm, rung)
-    estimate = pooled_t([pairs.differences], _resolution([pairs]), alpha) if pairs.pairs else None
+    estimate = paired_t(pairs.differences, _resolution([pairs]), alpha) if pairs.pairs else None
     return RungResult(pairs, estimate, rung_multiplier(pairs, curve))
 
 
 def _pool_differences(results: list[RungResult], alpha: float) -> Estimate | None:
-    groups = [result.pairs.differences for result in results if result.pairs.pairs]
-    return pooled_t(groups, _resolution([r.pairs for r in results]), alpha) if groups else None
+    differences = [difference for result in results for difference in result.pairs.differences]
+    return paired_t(differences, _resolution([r.pairs for r in results]), alpha) if differences else None
 
 
 def _resolution(rungs: list[RungPairs]) -> float:

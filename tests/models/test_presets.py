@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_cases import PARITY
 
@@ -92,15 +92,14 @@ def ranges(numbers: set[int]) -> list:
 def test_released_index_of_k3_name_by_name():
     """All 60 name patterns of the release with their counts, layers and experts."""
     index = json.loads((PARITY / "checkpoint_index" / "kimi_k3_index.json").read_text())
-    counts, layers, experts = Counter(), {}, {}
+    counts, layers, experts = Counter(), defaultdict(set), defaultdict(set)
+    number = re.compile(r"(layers|blocks|experts)\.(\d+)")
     for name in released_names(find_preset("kimi-k3")):
-        pattern = re.sub(r"(layers|blocks)\.(\d+)", r"\1.{L}", name)
-        pattern = re.sub(r"experts\.(\d+)", "experts.{E}", pattern)
+        found = number.findall(name)
+        pattern = number.sub(lambda m: f"{m[1]}.{{E}}" if m[1] == "experts" else f"{m[1]}.{{L}}", name)
         counts[pattern] += 1
-        if layer := re.search(r"(?:layers|blocks)\.(\d+)", name):
-            layers.setdefault(pattern, set()).add(int(layer[1]))
-        if expert := re.search(r"experts\.(\d+)", name):
-            experts.setdefault(pattern, set()).add(int(expert[1]))
+        for kind, place in found:
+            (experts if kind == "experts" else layers)[pattern].add(int(place))
     ours = {
         pattern: {
             "count": count,
@@ -123,6 +122,7 @@ def test_release_and_our_tree_agree(name):
     assert again == preset.config and family.read(family.write(again)) == preset.config
 
 
+@settings(max_examples=30)
 @given(st.floats(5e4, 2e9))
 def test_any_size_is_hit(parameters):
     config = sized(round(parameters))

@@ -48,6 +48,9 @@ def write(config: Decoder.Config) -> dict[str, Any]:
         raise refuse("model.feed_forward", "anything but one SwiGLU", "llama")
     if mixer.qk_norm or not mixer.rope_theta:
         raise refuse("model.mixer", "qk_norm or attention without rotary positions", "llama")
+    if config.width % mixer.heads:
+        raise refuse("model.mixer.heads", f"a width of {config.width} that {mixer.heads} heads do not divide", "llama",
+                     "Its readers refuse such a config even with head_dim given")  # fmt: skip
     head_dim = mixer.head_dim or config.width // mixer.heads
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -39,6 +39,7 @@ def write_documents(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODULES:
         text = pydoc.render_doc(importlib.import_module(name), renderer=pydoc.plaintext)
+        text = text.partition("\nFILE\n")[0]  # the path of this machine's interpreter says nothing about the module
         text = re.sub(r"MODULE REFERENCE.*?(?=DESCRIPTION|CLASSES|FUNCTIONS)", "", text, flags=re.DOTALL)
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 

@@ -175,7 +175,7 @@ def test_layers_without_softmax_are_skipped_and_listed():
     optimizer = MuonClip(model)
     assert optimizer.skipped_mixers == ["a", "c"]
     assert [target.name for target in optimizer.qk_clip.targets] == ["b"]
-    assert "skips (no softmax): a, c" in optimizer.describe()
+    assert "skips (no softmax, or QK-norm): a, c" in optimizer.describe()
     optimizer.step()
     assert MuonClip(nn.ModuleDict({"a": Linear()})).qk_clip.targets == []
 

@@ -41,6 +41,23 @@ class ClipRows:
     rule: str = ""
 
 
+def grouped_query_clip(heads: int, kv_heads: int, head_dim: int) -> tuple[tuple[ClipRows, ...], tuple[ClipRows, ...]]:
+    """Clip rows of the query and of the key projection, head by head, when ``heads / kv_heads`` queries share a key.
+
+    A head with a key of its own gives half of gamma on each side. Keys that a group shares are left alone by the rule
+    "per_query_head", which scales the query by all of gamma; "grouped" halves it over the whole group.
+    """
+    d, group = head_dim, heads // kv_heads
+    if group == 1:
+        rows = tuple(ClipRows(h, h * d, (h + 1) * d, 0.5) for h in range(heads))
+        return rows, rows
+    groups = [tuple(range(g * group, (g + 1) * group)) for g in range(kv_heads)]
+    alone = tuple(ClipRows(h, h * d, (h + 1) * d, 1.0, "per_query_head") for h in range(heads))
+    together = tuple(ClipRows(m, m[0] * d, (m[-1] + 1) * d, 0.5, "grouped") for m in groups)
+    keys = tuple(ClipRows(m, g * d, (g + 1) * d, 0.5, "grouped") for g, m in enumerate(groups))
+    return alone + together, keys
+
+
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """How one parameter is treated.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from triscale.config import ClipRows, Role
+from triscale.config import Role
+from triscale.config.roles import grouped_query_clip
 from triscale.ops.attention import cached_attention, segmented_attention
 from triscale.ops.rotary import apply_rotary, rotary_tables
 
@@ -91,33 +92,15 @@ class GroupedQueryAttention(nn.Module):
         return CacheSpec(per_token={"k": (shape, None), "v": (shape, None)})
 
     def parameter_roles(self) -> dict[str, Role]:
-        d, group = self.head_dim, self.heads // self.kv_heads
-        per_head = lambda heads: (d,) * heads
+        # normalised queries and keys do not grow with their projections: clipping those would shrink them for nothing
+        queries, keys = ((), ()) if self.q_norm else grouped_query_clip(self.heads, self.kv_heads, self.head_dim)
+        per_head = lambda heads: (self.head_dim,) * heads
         return {
-            "q_proj.weight": Role(kind="matrix", head_blocks=per_head(self.heads), clip=self._clip_rows(group)),
-            "k_proj.weight": Role(kind="matrix", head_blocks=per_head(self.kv_heads), clip=self._key_clip_rows(group)),
+            "q_proj.weight": Role(kind="matrix", head_blocks=per_head(self.heads), clip=queries),
+            "k_proj.weight": Role(kind="matrix", head_blocks=per_head(self.kv_heads), clip=keys),
             "v_proj.weight": Role(kind="matrix", head_blocks=per_head(self.kv_heads)),
             "o_proj.weight": Role(kind="matrix"),
         }
-
-    def _clip_rows(self, group: int) -> tuple[ClipRows, ...]:
-        """Query rows. Alone with its key a head gives half of gamma; keys that a group shares leave it all of it."""
-        d = self.head_dim
-        if group == 1:
-            return tuple(ClipRows(h, h * d, (h + 1) * d, 0.5) for h in range(self.heads))
-        alone = [ClipRows(h, h * d, (h + 1) * d, 1.0, "per_query_head") for h in range(self.heads)]
-        shared = [ClipRows(m, m[0] * d, (m[-1] + 1) * d, 0.5, "grouped") for m in self._groups(group)]
-        return (*alone, *shared)
-
-    def _key_clip_rows(self, group: int) -> tuple[ClipRows, ...]:
-        rule = "grouped" if group > 1 else ""
-        return tuple(
-            ClipRows(m, g * self.head_dim, (g + 1) * self.head_dim, 0.5, rule)
-            for g, m in enumerate(self._groups(group))
-        )
-
-    def _groups(self, group: int) -> list[tuple[int, ...]]:
-        return [tuple(range(g * group, (g + 1) * group)) for g in range(self.kv_heads)]
 
     def flops_per_token(self, context_length: int) -> int:
         """Forward FLOPs a token at a training length: the causal half of the score matrix is counted."""

@@ -102,7 +102,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             active = [p for p in group["params"] if p.grad is not None]
             self.update_group(group, active)
-            self.round_masters(active)
+            self.round_masters(group["params"])
         self.after_update()
         return loss
 

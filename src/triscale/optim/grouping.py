@@ -102,7 +102,7 @@ def declared_roles(model: nn.Module) -> dict[int, Role]:
 
 
 def clip_targets(model: nn.Module) -> tuple[list[ClipTarget], list[str]]:
-    """The softmax-attention modules that can be clipped, and the mixers without softmax that are skipped."""
+    """The softmax-attention modules that can be clipped, and the mixers (no softmax, or QK-norm) that are skipped."""
     targets, skipped = [], []
     for path, module in model.named_modules():
         declare = getattr(module, "parameter_roles", None)
@@ -114,7 +114,7 @@ def clip_targets(model: nn.Module) -> tuple[list[ClipTarget], list[str]]:
                               "Register an fp32 buffer max_logits [heads] and call observe()")  # fmt: skip
         if clipped:
             targets.append(ClipTarget(path, module, clipped))
-        elif hasattr(module, "cache_spec"):  # a token mixer: every one of ours has a cache, softmax or not
+        elif hasattr(module, "cache_spec") or hasattr(module, "qk_clip_skip"):  # every mixer of ours has a cache
             skipped.append(path)
     return targets, skipped
 

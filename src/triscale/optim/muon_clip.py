@@ -29,7 +29,8 @@ from triscale.config import TriScaleError
 from triscale.ops.newton_schulz import METHODS, orthogonalize
 
 from .adamw import check_rates
-from .base import RuleOptimizer, gradient, local
+from .base import RuleOptimizer, local
+from .distributed import active_anywhere, exchange, is_row_sharded, local_blocks, row_range, shard_group
 from .grouping import clip_targets
 from .qk_clip import ClipReport, QKClip, RowScales, scale_rows
 
@@ -158,8 +159,21 @@ class MuonClip(RuleOptimizer):
             names = ", ".join(t.name for t in self.qk_clip.targets) or "none"
             lines.append(f"QK-Clip: threshold {self.qk_clip.threshold:g}, rule {self.qk_clip.rule}, layers: {names}")
         if self.skipped_mixers:
-            lines.append(f"QK-Clip skips (no softmax): {', '.join(self.skipped_mixers)}")
+            lines.append(f"QK-Clip skips (no softmax, or QK-norm): {', '.join(self.skipped_mixers)}")
         return "\n".join(lines)
+
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of the orthogonalisation in one step, every matrix product counted in full."""
+        total = 0
+        for group in self.param_groups:
+            rule = METHODS[group["orthogonalizer"]]
+            steps = group["ns_steps"] or len(rule.coefficients)
+            for parameter in group["params"] if group["algorithm"] == "muon" else ():
+                for count, rows, columns in self.rules[id(parameter)].shapes(parameter.shape):
+                    small, large = min(rows, columns), max(rows, columns)
+                    total += count * steps * (4 * small**2 * large + 2 * small**3)
+        return total
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         if group["algorithm"] == "muon":
@@ -186,7 +200,11 @@ class MuonClip(RuleOptimizer):
         if model is None:
             raise TriScaleError("QK-Clip needs to know the attention modules. Pass the model, not its parameters, "
                                 "or set qk_clip_threshold=None")  # fmt: skip
-        if not targets and any(r.source == "default" and r.algorithm == "muon" for r in self.rules.values()):
+        if (
+            not targets
+            and not self.skipped_mixers
+            and any(r.source == "default" and r.algorithm == "muon" for r in self.rules.values())
+        ):
             raise TriScaleError("QK-Clip found no attention it knows in this model. Use MuonClip.for_model(model), "
                                 "declare parameter_roles() with clip rows, or set qk_clip_threshold=None")  # fmt: skip
         return QKClip(targets, threshold, rule, process_group)
@@ -194,17 +212,56 @@ class MuonClip(RuleOptimizer):
     # -- Muon ------------------------------------------------------------------------------------------------------
 
     def _muon_update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if not parameters:
-            return
         lr, momentum = float(group["lr"]), group["momentum"]
-        buffers = [local(self.fp32_state(p, "momentum")["momentum"]) for p in parameters]
-        grads = [local(gradient(p)).to(b.dtype) for p, b in zip(parameters, buffers, strict=True)]
+        members = group["params"]
+        sharded = [p for p in members if is_row_sharded(p, self.rules[id(p)].name)]
+        if sharded:
+            rows_group = shard_group(sharded[0])
+            needed = active_anywhere(sharded, rows_group)
+            sharded = [p for p, active in zip(sharded, needed, strict=True) if active]
+        cut = {id(p) for p in sharded}
+        whole = [p for p in parameters if id(p) not in cut and not is_row_sharded(p)]
+        everything = [*whole, *sharded]
+        if not everything:
+            return
+        buffers = [local(self.fp32_state(p, "momentum")["momentum"]) for p in everything]
+        grads = [
+            torch.zeros_like(b) if p.grad is None else local(p.grad).to(b.dtype)
+            for p, b in zip(everything, buffers, strict=True)
+        ]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        targets = [self.target(p) for p in parameters]
+        targets = [self.target(p) for p in everything]
         if group["weight_decay"]:
             torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
-        for batch in self._batches(group, parameters, grads, buffers, targets):
+        count = len(whole)
+        for batch in self._batches(group, whole, grads[:count], buffers[:count], targets[:count]):
             _orthogonal_step(group, lr, batch)
+        if sharded:
+            self._sharded_step(group, sharded, rows_group, grads[count:], buffers[count:], targets[count:])
+
+    def _sharded_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        rows_group: dist.ProcessGroup,
+        grads: list[Tensor],
+        buffers: list[Tensor],
+        targets: list[Tensor],
+    ) -> None:
+        dtype = torch.float64 if buffers[0].dtype == torch.float64 else getattr(torch, group["ns_dtype"])
+        mix = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+        shapes = [(p.shape[0], p.shape[1]) for p in parameters]
+        blocks = [self.rules[id(p)].blocks or (p.shape[0],) for p in parameters]
+
+        def orthogonalize_all(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
+            return _orthogonalize_blocks(group, matrices, blocks)
+
+        steps = exchange([m.to(dtype) for m in mix], shapes, rows_group, orthogonalize_all)
+        ranks, rank = dist.get_world_size(rows_group), dist.get_rank(rows_group)
+        for target, step, (rows, columns), sizes in zip(targets, steps, shapes, blocks, strict=True):
+            scales = [update_scale(size, columns, group["update_scale"]) for size in sizes]
+            for first, last, scale in local_blocks(row_range(rows, ranks, rank), sizes, scales):
+                target[first:last].add_(step[first:last], alpha=-float(group["lr"]) * scale)
 
     def _batches(
         self, group: dict[str, Any], parameters: list[Tensor], *tensors: Sequence[Tensor]
@@ -271,3 +328,21 @@ def _orthogonal_step(group: dict[str, Any], lr: float, pieces: list[Piece]) -> N
     result = orthogonalize(work, group["orthogonalizer"], group["ns_steps"], dtype=dtype)
     for piece, step in zip(pieces, result.split(counts), strict=True):
         piece.target.add_(step, alpha=-lr * piece.scale)
+
+
+def _orthogonalize_blocks(
+    group: dict[str, Any], matrices: dict[int, Tensor], blocks: Sequence[tuple[int, ...]]
+) -> dict[int, Tensor]:
+    """Orthogonalise the blocks of whole matrices in place, equal shapes in one batch."""
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for index, matrix in matrices.items():
+        for block in matrix.split(list(blocks[index])):
+            shapes.setdefault(block.shape, []).append(block)
+    for (rows, columns), members in shapes.items():
+        limit = max(1, WORKSPACE // (rows * columns))
+        for start in range(0, len(members), limit):
+            batch = members[start : start + limit]
+            result = orthogonalize(torch.stack(batch), group["orthogonalizer"], group["ns_steps"])
+            for block, step in zip(batch, result, strict=True):
+                block.copy_(step)
+    return matrices

@@ -84,9 +84,9 @@ def scale_rows(weight: Tensor, scales: RowScales) -> None:
     """Multiply rows of a (possibly row-sharded) weight in place."""
     rows, offset = _local_rows(weight)
     for start, stop, factor in scales:
-        first, last = max(start - offset, 0), min(stop - offset, rows.shape[-2])
+        first, last = max(start - offset, 0), min(stop - offset, rows.shape[_row_dimension(rows)])
         if first < last:
-            rows[..., first:last, :].mul_(factor)
+            rows.narrow(_row_dimension(rows), first, last - first).mul_(factor)
 
 
 def _local_rows(weight: Tensor) -> tuple[Tensor, int]:
@@ -96,7 +96,12 @@ def _local_rows(weight: Tensor) -> tuple[Tensor, int]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return weight._local_tensor, offset[weight.ndim - 2]
+    return weight._local_tensor, offset[_row_dimension(weight)]
+
+
+def _row_dimension(weight: Tensor) -> int:
+    """Rows of a weight, or the entries of a bias, which belong to the rows of its weight."""
+    return max(weight.ndim - 2, 0)
 
 
 class QKClip:

@@ -85,7 +85,8 @@ class Runtime:
     """Where and how a run executes; may change between sittings.
 
     checkpoint_every: steps between checkpoints (0 = by time only); checkpoint_seconds: the same in seconds. keep: how
-    many of the newest checkpoints stay. threads 0 = torch's default. cache: folder for prepared corpora.
+    many of the newest checkpoints stay. log_logits_every: steps between measurements of the attention logits when no
+    optimizer clips them (with QK-Clip every step is measured), 0 = never. threads 0 = torch's default. cache: folder for prepared corpora.
     """
 
     device: str = "auto"
@@ -94,6 +95,7 @@ class Runtime:
     checkpoint_seconds: float = 120.0
     keep: int = 2
     log_every: int = 1
+    log_logits_every: int = 50
     compile: bool = False
     cache: str = ""
     track: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ from .divergence import DivergedError, largest_activation
 from .evaluate import autocast, heldout_loss, to_batch
 from .interrupt import Interrupted, InterruptGuard
 from .run_directory import RunDirectory
+from .telemetry import LogitSentinel
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -125,7 +126,7 @@ class Trainer:
         )  # fmt: skip
         self.step, self.seconds = 0, 0.0
         self.curve: list[tuple[int, float]] = []
-        self.spikes, self.max_logit = 0, float("-inf")
+        self.sentinel = LogitSentinel(self.model, self.optimizer, every=self.runtime.log_logits_every)
 
     def _resume(self) -> None:
         removed = remove_unfinished(self.directory.checkpoints)
@@ -161,8 +162,7 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "curve": self.curve,
-            "spikes": self.spikes,
-            "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
+            "sentinel": self.sentinel.state_dict(),
             "loader": self.loader_state,
             "optimizer": packed,
             "corpus": self.corpus,
@@ -184,8 +184,7 @@ class Trainer:
         torch.set_rng_state(tensors["rng"]["torch"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.seconds, self.curve = state["step"], state["seconds"], [tuple(c) for c in state["curve"]]
-        self.spikes = state["spikes"]
-        self.max_logit = state["max_logit"] if state["max_logit"] is not None else float("-inf")
+        self.sentinel.load_state_dict(state["sentinel"])
 
     def _loop(self) -> dict[str, Any]:
         train = self.config.train
@@ -223,6 +222,7 @@ class Trainer:
         weight = float(rows.weights.sum()) or 1.0
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
+        self.sentinel.arm(self.step)
         try:
             for start in range(0, train.rows, train.micro_rows):
                 self.guard.check()
@@ -239,33 +239,28 @@ class Trainer:
             self.loader.load_state_dict(self.loader_state)  # the step never happened
             raise
         norm = float(self._clip())
-        extra = self._observe_logits()
         self.optimizer.step()
         for module in self.model.modules():
             getattr(module, "after_optimizer_step", lambda: None)()
         self.step += 1
+        logits = self.sentinel.observe(self.step)
         self.loader_state = self.loader.state_dict()
         seconds = time.perf_counter() - started
         self.seconds += seconds
-        self._record(loss, lr, norm, seconds, extra)
+        self._record(loss, lr, norm, seconds, logits)
 
     def _clip(self) -> torch.Tensor:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.config.train.grad_clip or float("inf")
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    def _observe_logits(self) -> dict[str, Any]:
-        """The step's largest attention logit a layer, before the optimizer resets the record."""
-        maxima = {n: m.max_logits for n, m in self.model.named_modules() if getattr(m, "record_max_logits", False)}
-        if not maxima:
-            return {}
-        values = {name: [float(v) for v in tensor] for name, tensor in maxima.items()}
-        self.max_logit = max([self.max_logit, *(v for heads in values.values() for v in heads)])
-        return values
-
     def _record(self, loss: float, lr: float, norm: float, seconds: float, logits: dict[str, Any]) -> None:
         train = self.config.train
         rate = self.flops_per_step / seconds
+        if self.sentinel.spike(loss):
+            self.events.write("spike", step=self.step, loss=loss, count=self.sentinel.spikes)
+        for line in self.sentinel.warnings():
+            self.events.write("warning", message=line, step=self.step)
         if self.step % self.runtime.log_every == 0 or self.step == train.steps:
             self.events.write(
                 "step", step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=self.step * train.batch_tokens,
@@ -273,7 +268,8 @@ class Trainer:
                 tokens_per_s=train.batch_tokens / seconds, mfu=rate / matmul_peak(self.device, self.precision),
             )  # fmt: skip
             if logits:
-                self.events.write("logits", step=self.step, max_logits=logits)
+                slopes, clipped = self.sentinel.slopes(), self.sentinel.clipped
+                self.events.write("logits", step=self.step, max_logits=logits, slopes=slopes, clipped=clipped)
             routers = {n: m.statistics() for n, m in self.model.named_modules() if isinstance(m, Router)}
             if routers:
                 self.events.write("router", step=self.step, layers=routers)
@@ -325,7 +321,7 @@ class Trainer:
             "bits_per_byte": None,
             "curve": [list(point) for point in self.curve],
             "parameters": count_parameters(self.model),
-            "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
-            "spikes": self.spikes,
+            "max_logit": self.sentinel.largest if self.sentinel.largest > float("-inf") else None,
+            "spikes": self.sentinel.spikes,
             "corpus": self.corpus,
         }

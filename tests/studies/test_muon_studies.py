@@ -35,7 +35,7 @@ def test_retrieval_questions_have_their_answer_in_the_row():
 def test_qk_clip_study_holds_the_threshold_and_resumes(tmp_path, corpus):
     settings = {
         "seeds": [0], "rates": [0.05], "threshold": 0.5, "tokens": 1280, "thresholds": [0.0, 0.2], "retrieval_steps": 3,
-        "retrieval_length": 16, "base": {"data": corpus, "model": TINY, "train": TRAIN},
+        "retrieval_length": 16, "base": {"data": corpus, "model": TINY, "train": TRAIN}, "runtime": {"cache": str(tmp_path / "cache")},
     }  # fmt: skip
     first = qk_clip.run(tmp_path / "out", **settings)
     arms = {row["arm"]: row for row in first["growth"]}
@@ -65,7 +65,13 @@ def test_attribution_runs_through_the_ladder(tmp_path, corpus, capsys):
         "base": {"data": corpus, "train": TRAIN, "model": TINY},
         "rungs": [{"name": "only", "tokens": 1280, "budgets": [0.5, 1.0], "config": {}}],
     }
-    study = muon_attribution.run(tmp_path / "out", seeds=[0, 1], arms=["muonclip", "muon"], ladder=ladder)
+    study = muon_attribution.run(
+        tmp_path / "out",
+        seeds=[0, 1],
+        arms=["muonclip", "muon"],
+        ladder=ladder,
+        runtime={"cache": str(tmp_path / "cache")},
+    )
     assert set(study["arms"]) == {"muonclip", "muon"} and study["arms"]["muonclip"]["n"] == 2
     assert "QK-Clip" in capsys.readouterr().out
     assert (tmp_path / "out" / "attribution.json").exists()

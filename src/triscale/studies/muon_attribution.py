@@ -71,11 +71,17 @@ LADDER: dict[str, Any] = {
 
 
 def run(
-    output: Path, *, seeds: list[int] | None = None, arms: list[str] | None = None, ladder: dict[str, Any] | None = None
+    output: Path,
+    *,
+    seeds: list[int] | None = None,
+    arms: list[str] | None = None,
+    ladder: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Tune and run what is missing, then write ``attribution.json`` and the ladder's report; prints the table.
 
     arms: names out of :data:`ARMS`, the baseline adamw always among them. ladder: overrides of :data:`LADDER`.
+    runtime: device, threads, cache and the like.
     """
     names = ["adamw", *(name for name in (arms or ARMS) if name != "adamw")]
     tree = overlay(LADDER, ladder or {}) | {
@@ -83,14 +89,15 @@ def run(
         "arms": [{"name": name, "config": {"optimizer": ARMS[name]}} for name in names],
     }
     plan = from_dict(LadderConfig, tree, "muon-attribution")
+    machine = from_dict(Runtime, runtime or {}, "runtime")
     with Progress("muon-attribution:") as progress:
         tuned = output / "tuning" / "tuning.json"
         known = json.loads(tuned.read_text())["arms"] if tuned.exists() else {}
         missing = tuple(name for name in names if name not in known)
         if missing:
-            tune(plan, output / "tuning", Runtime(), progress, missing)
+            tune(plan, output / "tuning", machine, progress, missing)
         rated = with_rates(plan, json.loads(tuned.read_text()))
-        record = LadderRunner(rated, output / "ladder", Runtime()).run(progress)
+        record = LadderRunner(rated, output / "ladder", machine).run(progress)
     result = analyse(record)
     write_report(result, output / "ladder")
     by_name = {arm.name: arm for arm in result.arms}

@@ -9,7 +9,6 @@ the threshold is swept, and accuracy is read by distance.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,20 @@ def run(
     retrieval_steps: int = 600,
     retrieval_length: int = 128,
     base: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run both parts (what is already there is read back) and write ``study.json``; prints two tables.
 
     thresholds: of part 2, 0 = no clip. tokens: training budget of each run of part 1. base: overrides of its runs.
+    runtime: device, threads, cache and the like.
     """
     if threshold <= 0:
         raise ConfigError("threshold", f"{threshold} must be positive")
     seeds, rates = seeds or [0, 1, 2], rates or [4e-3, 3.2e-2]
     sweep = [0.0, 100.0, 30.0, 10.0, 3.0] if thresholds is None else thresholds
     with Progress("qk-clip:") as progress:
-        growth = _growth(output, seeds, rates, threshold, tokens, base or {}, progress)
+        machine = from_dict(Runtime, {"checkpoint_seconds": 60.0, **(runtime or {})}, "runtime")
+        growth = _growth(output, seeds, rates, threshold, tokens, base or {}, machine, progress)
         retrieval = _retrieval(output, seeds, sweep, retrieval_steps, retrieval_length, progress)
     study = {"threshold": threshold, "growth": growth, "retrieval": retrieval}
     write_json(output / "study.json", study)
@@ -68,7 +70,7 @@ def run(
 
 def _growth(
     output: Path, seeds: list[int], rates: list[float], threshold: float, tokens: int, base: dict[str, Any],
-    progress: Progress,
+    runtime: Runtime, progress: Progress,
 ) -> list[dict[str, Any]]:  # fmt: skip
     results = []
     for rate in rates:
@@ -79,12 +81,11 @@ def _growth(
                 optimizer = {"kind": "muonclip", "lr": rate, "qk_clip_threshold": limit}
                 changes = {"seed": seed, "optimizer": optimizer, "train": {"tokens": tokens}}
                 config = from_dict(RunConfig, overlay(overlay(BASE, base), changes), "qk-clip")
-                results.append({"rate": rate, "arm": name, "seed": seed, **_one_run(config, folder, progress)})
+                results.append({"rate": rate, "arm": name, "seed": seed, **_one_run(config, runtime, folder, progress)})
     return results
 
 
-def _one_run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
-    runtime = replace(Runtime(), checkpoint_seconds=60.0)
+def _one_run(config: RunConfig, runtime: Runtime, folder: Path, progress: Progress) -> dict[str, Any]:
     data = prepare(config.data, runtime.cache_dir, progress.preparing)
     trainer = Trainer(config, runtime, folder, listeners=(progress,), prepared=data)
     try:

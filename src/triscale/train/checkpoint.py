@@ -19,6 +19,8 @@ from torch import Tensor
 
 from triscale.config import TriScaleError
 
+from .distributed import like
+
 MARKER = "COMPLETE"
 
 
@@ -133,7 +135,7 @@ def unpack_optimizer(
     for key, value in tensors.items():
         name, _, entry = key.rpartition("|")
         parameter = parameters[name]
-        value = value.to(parameter.device) if value.dim() else value
+        value = like(parameter, value.to(parameter.device)) if value.dim() else value
         optimizer.state[parameter][entry] = value
     for key, value in packed["scalars"].items():
         name, _, entry = key.rpartition("|")

@@ -22,6 +22,7 @@ from triscale.models.decoder import Decoder
 from triscale.nn.router import Router
 
 from .checkpoint import (
+    checkpoint_path,
     complete_checkpoints,
     load_checkpoint,
     pack_optimizer,
@@ -32,6 +33,7 @@ from .checkpoint import (
 )
 from .config import RunConfig, Runtime
 from .device import matmul_peak, resolve_device, resolve_precision
+from .distributed import World, load_whole, whole
 from .divergence import DivergedError, largest_activation
 from .evaluate import autocast, heldout_loss, to_batch
 from .interrupt import Interrupted, InterruptGuard
@@ -64,11 +66,14 @@ class Trainer:
             torch.set_num_threads(runtime.threads)
         self.runtime, self.directory, self.keep_steps = runtime, RunDirectory(path), set(keep_steps)
         self.listeners, self.init_from = listeners, init_from
-        self.device = resolve_device(runtime.device)
+        self.world = World()
+        self.device = self.world.join(resolve_device(runtime.device))
+        self.share = self.world.share(config.train.rows)
         self.precision = resolve_precision(config.train.precision, self.device)
         precision: Literal["fp32", "bf16"] = "fp32" if self.precision == torch.float32 else "bf16"
         config = replace(config, train=replace(config.train, precision=precision))
-        self.data = prepared or prepare(config.data, runtime.cache_dir)
+        with self.world.in_turn():
+            self.data = prepared or prepare(config.data, runtime.cache_dir)
         ids = self.data.tokenizer.vocabulary_size
         if config.model.vocabulary is None:
             config = replace(config, model=replace(config.model, vocabulary=ids))
@@ -89,11 +94,16 @@ class Trainer:
         """
         if self.directory.finished and self.directory.result().get("steps") == self.config.train.steps:
             self.directory.open(self.config, self.runtime)
+            self.world.leave()
             return self.directory.result()
-        self.directory.open(self.config, self.runtime)
-        self.data.tokenizer.save(self.directory.path / "tokenizer.json")
-        self.events = EventWriter(self.directory.events, self.directory.name)
-        self.events.listeners.extend(self.listeners)
+        with self.world.in_turn():
+            self.directory.open(self.config, self.runtime)
+            if self.world.first:
+                self.data.tokenizer.save(self.directory.path / "tokenizer.json")
+        path = self.directory.events
+        path = path if self.world.first else path.with_stem(f"events-rank{self.world.rank}")
+        self.events = EventWriter(path, self.directory.name)
+        self.events.listeners.extend(self.listeners if self.world.first else ())
         try:
             with InterruptGuard() as self.guard:
                 self._build()
@@ -108,10 +118,13 @@ class Trainer:
             ) from error
         finally:
             self.events.close()
+            self.world.leave()
 
     def _build(self) -> None:
         config = self.config
         self.model: Decoder = config.model.build(seed=config.seed, device=self.device)
+        self.counts = count_parameters(self.model)  # of whole tensors: before they are sharded
+        self.world.shard(self.model)
         self.model.train()
         self.optimizer = config.optimizer.build(self.model)
         self.schedule = config.schedule.build(config.train.steps)
@@ -129,19 +142,21 @@ class Trainer:
         self.sentinel = LogitSentinel(self.model, self.optimizer, every=self.runtime.log_logits_every)
 
     def _resume(self) -> None:
-        removed = remove_unfinished(self.directory.checkpoints)
+        with self.world.in_turn():
+            removed = remove_unfinished(self.directory.checkpoints) if self.world.first else []
         if removed:
             self.events.write("warning", message=f"ignored unfinished checkpoints: {', '.join(removed)}")
         found = complete_checkpoints(self.directory.checkpoints)
         if not found:
             if self.init_from is not None:
                 tensors, _ = load_checkpoint(self.init_from)
-                self.model.load_state_dict(tensors["model"], strict=False)
+                load_whole(self.model, tensors["model"], strict=False)
             random.seed(self.config.seed)
             np.random.seed(self.config.seed)
             torch.manual_seed(self.config.seed)
-            counts = count_parameters(self.model)
-            self.events.write("run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device))
+            self.events.write(
+                "run.start", steps=self.config.train.steps, parameters=self.counts, device=str(self.device)
+            )
             report = self.data.report
             self.events.write("config", config=self.directory.read_config(), corpus=self.corpus, data=report.to_dict())
             for line in report.warnings():
@@ -155,7 +170,8 @@ class Trainer:
     def state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Everything that survives a step, as tensors by file and JSON."""
         optimizer, packed = pack_optimizer(self.optimizer, self.names)
-        model = dict(self.model.state_dict())
+        optimizer = {name: whole(tensor) for name, tensor in optimizer.items()}
+        model = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
         if self.config.model.tied_head:
             model.pop("head.weight")
         state = {
@@ -179,7 +195,7 @@ class Trainer:
         model = dict(tensors["model"])
         if self.config.model.tied_head:
             model["head.weight"] = model["embedding.weight"]
-        self.model.load_state_dict(model)
+        load_whole(self.model, model)
         unpack_optimizer(self.optimizer, self.names, tensors.get("optimizer", {}), state["optimizer"])
         torch.set_rng_state(tensors["rng"]["torch"])
         self.loader.load_state_dict(state["loader"])
@@ -220,34 +236,44 @@ class Trainer:
             group["lr"] = lr
         rows = self.loader.next(train.rows)
         weight = float(rows.weights.sum()) or 1.0
-        loss = 0.0
+        loss, (first, last) = 0.0, self.share
         self.optimizer.zero_grad(set_to_none=True)
         self.sentinel.arm(self.step)
         try:
-            for start in range(0, train.rows, train.micro_rows):
-                self.guard.check()
-                batch = to_batch(rows, self.device, slice(start, start + train.micro_rows))
-                batch.memo["loss_scale"] = 1 / weight  # for auxiliary losses, which join inside the model
+            for start in range(first, last, train.micro_rows):
+                self._check_interrupt()
+                batch = to_batch(rows, self.device, slice(start, min(start + train.micro_rows, last)))
+                scale = self.world.size / weight  # sharding averages gradients over ranks
+                batch.memo["loss_scale"] = scale  # for auxiliary losses, which join inside the model
                 with autocast(self.device, self.precision):
-                    part = self.forward(batch) / weight
-                part.backward()
-                loss += float(part.detach())
-                if not loss < float("inf"):
+                    part = self.forward(batch)
+                (part * scale).backward()
+                loss = loss + float(part.detach()) / weight
+                if self.world.size == 1 and not loss < float("inf"):
                     raise self._diverged(rows, batch)
-            self.guard.check()
+            loss = self.world.total(loss, self.device)
+            if not loss < float("inf"):
+                raise self._diverged(rows, batch)
+            self._check_interrupt()
         except (Interrupted, DivergedError):
             self.loader.load_state_dict(self.loader_state)  # the step never happened
             raise
-        norm = float(self._clip())
+        norm = float(whole(self._clip()))
         self.optimizer.step()
         for module in self.model.modules():
-            getattr(module, "after_optimizer_step", lambda: None)()
+            getattr(module, "after_optimizer_step", lambda process_group: None)(self.world.group)
         self.step += 1
         logits = self.sentinel.observe(self.step)
         self.loader_state = self.loader.state_dict()
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self._record(loss, lr, norm, seconds, logits)
+
+    def _check_interrupt(self) -> None:
+        """Several processes stop together, or one would wait for the others for ever."""
+        if self.world.size > 1:
+            self.guard.requested = self.world.agree(self.guard.requested, self.device)
+        self.guard.check()
 
     def _clip(self) -> torch.Tensor:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -292,8 +318,11 @@ class Trainer:
 
     def _save(self) -> None:
         tensors, state = self.state()
-        path = save_checkpoint(self.directory.checkpoints, self.step, tensors, state)
-        prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
+        with self.world.in_turn():
+            if self.world.first:
+                path = save_checkpoint(self.directory.checkpoints, self.step, tensors, state)
+                prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
+            path = checkpoint_path(self.directory.checkpoints, self.step)
         self.events.write("checkpoint", step=self.step, path=path.name, durable=True)
 
     def _finish(self) -> dict[str, Any]:
@@ -306,7 +335,8 @@ class Trainer:
             "bits_per_byte": self.last_eval["bits_per_byte"],
         }
         self.events.write("run.end", outcome="completed", durable=True, loss=result["loss"])
-        self.directory.write_result(result)
+        if self.world.first:
+            self.directory.write_result(result)
         return result
 
     def partial_result(self) -> dict[str, Any]:
@@ -320,7 +350,7 @@ class Trainer:
             "loss": None,
             "bits_per_byte": None,
             "curve": [list(point) for point in self.curve],
-            "parameters": count_parameters(self.model),
+            "parameters": self.counts,
             "max_logit": self.sentinel.largest if self.sentinel.largest > float("-inf") else None,
             "spikes": self.sentinel.spikes,
             "corpus": self.corpus,

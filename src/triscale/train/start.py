@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from triscale.data.prepare import prepare
 
 from .checkpoint import complete_checkpoints
 from .config import RunConfig, Settings, describe_difference, resolved
+from .distributed import World
 from .interrupt import Interrupted
 from .loop import Trainer
 from .progress import Progress
@@ -31,8 +33,12 @@ def start_run(
     if extend:
         _extend(RunDirectory(path), settings.config)
     weights = find_weights(init_from) if init_from else None
-    with tracking(path, track or settings.runtime.track), Progress(f"{path.name}:") as progress:
-        data = prepare(settings.config.data, settings.runtime.cache_dir, progress.preparing)
+    world = World()
+    tracked = tracking(path, track or settings.runtime.track) if world.first else nullcontext()
+    with tracked, Progress(f"{path.name}:") as progress:
+        data = None  # several processes prepare in turn, inside the trainer
+        if world.size == 1:
+            data = prepare(settings.config.data, settings.runtime.cache_dir, progress.preparing)
         trainer = Trainer(
             settings.config, settings.runtime, path, listeners=(progress,), prepared=data, init_from=weights
         )

@@ -75,6 +75,7 @@ def test_two_ranks_train_what_one_trains(config, runtime, tmp_path):
         assert torch.allclose(weights(tmp_path / "two")[name], weight, rtol=0, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_run_of_two_ranks_goes_on_with_another_number(ranks, config, runtime, tmp_path):
     on_ranks(1, config, runtime, tmp_path / "straight")

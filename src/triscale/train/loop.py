@@ -93,12 +93,13 @@ class Trainer:
         :class:`TriScaleError` when memory or disk run out.
         """
         if self.directory.finished and self.directory.result().get("steps") == self.config.train.steps:
-            self.directory.open(self.config, self.runtime)
+            if self.world.first:
+                self.directory.open(self.config, self.runtime)
             self.world.leave()
             return self.directory.result()
         with self.world.in_turn():
-            self.directory.open(self.config, self.runtime)
             if self.world.first:
+                self.directory.open(self.config, self.runtime)
                 self.data.tokenizer.save(self.directory.path / "tokenizer.json")
         path = self.directory.events
         path = path if self.world.first else path.with_stem(f"events-rank{self.world.rank}")

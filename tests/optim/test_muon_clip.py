@@ -324,3 +324,17 @@ def test_configs_build_and_round_trip():
     with pytest.raises(ConfigError, match="orthogonalizer"):
         from_dict(OPTIMIZERS.config_class("muonclip", "optimizer"), {"orthogonalizer": "newton"})
     assert OPTIMIZERS.config_class("muonclip", "o")(qk_clip_threshold=0.0).build(Fused()).qk_clip is None
+
+
+def test_small_gates_of_the_delta_rule_are_no_matrices():
+    """By name: beta's projection, decay rates, their biases and the convolutions belong to AdamW."""
+    from triscale.nn.context import BuildContext
+    from triscale.nn.delta_attention import DeltaAttention
+
+    module = DeltaAttention.Config(heads=2).build(BuildContext(width=32, layer=0, depth=1))
+    optimizer = MuonClip(module)
+    rules = {rule.name: rule for rule in optimizer.rules.values()}
+    adamw = {name for name, rule in rules.items() if rule.algorithm == "adamw"}
+    assert {"A_log", "dt_bias", "b_proj.weight"} <= adamw
+    assert all("conv" not in name and "norm" not in name for name in rules if name not in adamw)
+    assert {name for name, rule in rules.items() if not rule.decay} == {"A_log", "dt_bias"}

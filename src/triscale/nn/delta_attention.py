@@ -178,7 +178,8 @@ class KimiDeltaAttention(nn.Module):
             "A_log": Role(kind="gate", decay=False, dtype="float32", initial="zeros" if bounded else "custom"),
             "dt_bias": Role(kind="gate", decay=False, dtype="float32", initial="custom"),
         }
-        for name in ("f_a_proj", "f_b_proj", "f_proj", "b_proj", "g_a_proj", "g_b_proj", "g_proj", "o_proj"):
+        roles["b_proj.weight"] = Role(kind="vector")  # one gate a head, not a map between activations: AdamW
+        for name in ("f_a_proj", "f_b_proj", "f_proj", "g_a_proj", "g_b_proj", "g_proj", "o_proj"):
             if hasattr(self, name):
                 roles[f"{name}.weight"] = Role(kind="matrix")
         return roles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import click
@@ -29,6 +30,7 @@ STUDIES: dict[str, tuple[str, str]] = {
 def study(name: str | None, output: Path | None, settings: tuple[str, ...]) -> None:
     """Run the study NAME (or list them all); running it again resumes."""
     from triscale.config import ConfigError, parse_overrides
+    from triscale.train.interrupt import Interrupted
 
     if name is None:
         for key, (_, question) in STUDIES.items():
@@ -37,4 +39,14 @@ def study(name: str | None, output: Path | None, settings: tuple[str, ...]) -> N
     if name not in STUDIES:
         raise ConfigError("study", f"no study is called {name!r}", f"Known: {', '.join(STUDIES)}")
     module = import_module(STUDIES[name][0])
-    module.run(output or Path("runs") / f"study-{name}", **parse_overrides(settings))
+    given, known = parse_overrides(settings), list(signature(module.run).parameters)[1:]
+    for setting in given:
+        if setting not in known:
+            raise ConfigError(f"--{setting}", f"the study {name} has no such setting",
+                              f"Known: {', '.join(known) or 'none'}")  # fmt: skip
+    folder = output or Path("runs") / f"study-{name}"
+    try:
+        module.run(folder, **given)
+    except Interrupted:
+        click.echo(f"stopped; the same command resumes {folder}", err=True)
+        raise SystemExit(130) from None

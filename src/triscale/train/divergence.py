@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,15 +13,45 @@ from triscale.nn.batch import TokenBatch
 
 
 class DivergedError(TriScaleError):
-    """The loss became NaN or infinite. ``step``, ``documents`` and ``activation`` say where."""
+    """Loss, gradient or held-out loss became NaN or infinite. step: steps completed before; documents, activation:
+    what was read and where the numbers grew."""
 
-    def __init__(self, step: int, documents: list[str], activation: str):
+    def __init__(self, what: str, step: int, documents: list[str], activation: str):
         self.step, self.documents, self.activation = step, documents, activation
         shown = ", ".join(documents[:4]) + (f" and {len(documents) - 4} more" if len(documents) > 4 else "")
+        read = f" (documents: {shown})" if documents else ""
         super().__init__(
-            f"the loss is not finite at step {step} (documents: {shown}); {activation}. The last completed step is "
-            f"saved. Lower --optimizer.lr, lengthen the warm-up, or try --train.precision=fp32"
+            f"the {what} is not finite after {step} completed steps{read}; {activation}. Start a new run with a lower "
+            "--optimizer.lr, a longer warm-up, or --train.precision=fp32"
         )
+
+
+class SpikeCounter:
+    """Counts loss spikes: losses more than seven standard deviations above the mean of the last hundred steps (the
+    spike score of OLMo 2, arXiv 2501.00656, with a window for short runs)."""
+
+    WINDOW, LEAST, DEVIATIONS = 100, 20, 7.0
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._recent: list[float] = []
+
+    def observe(self, loss: float) -> float | None:
+        """Take the loss of a step; returns the loss that was expected if this one is a spike."""
+        spike = None
+        if len(self._recent) >= self.LEAST:
+            mean = statistics.fmean(self._recent)
+            if loss > mean + self.DEVIATIONS * statistics.stdev(self._recent):
+                spike = mean
+                self.count += 1
+        self._recent = [*self._recent, loss][-self.WINDOW :]
+        return spike
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self._recent = state["count"], list(state["recent"])
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from triscale.config import ConfigError, TriScaleError
 from triscale.data.heldout import HeldoutRows
 from triscale.data.loader import Loader
 from triscale.data.prepare import PreparedData, prepare
+from triscale.data.tokenizer import Tokenizer
 from triscale.events import EventWriter
 from triscale.models import count_parameters
 from triscale.models.decoder import Decoder
@@ -32,8 +34,8 @@ from .checkpoint import (
 )
 from .config import RunConfig, Runtime
 from .device import matmul_peak, resolve_device, resolve_precision
-from .divergence import DivergedError, largest_activation
-from .evaluate import autocast, heldout_loss, to_batch
+from .divergence import DivergedError, SpikeCounter, largest_activation
+from .evaluate import autocast, corpus_name, heldout_loss, to_batch
 from .interrupt import Interrupted, InterruptGuard
 from .run_directory import RunDirectory
 
@@ -56,8 +58,7 @@ class Trainer:
     ):
         """keep_steps: steps whose checkpoints are always written and never pruned (branch points).
 
-        init_from: a checkpoint of another run to start from: its full state with ``branch=True``-style resume is
-        :func:`triscale.train.branch.branch_run`; here only weights are taken.
+        init_from: a checkpoint folder whose weights (and nothing else) the run starts from.
         """
         if runtime.threads:
             torch.set_num_threads(runtime.threads)
@@ -78,35 +79,37 @@ class Trainer:
                 "Leave it out to take the tokenizer's size",
             )
         self.config = config
-        self.corpus = f"{self.data.report.corpus_hash[:16]}-{self.data.report.tokenizer_hash[:8]}"
+        self.corpus = corpus_name(self.data)
 
     def train(self) -> dict[str, Any]:
         """Run to the end (or to an interrupt) and return the result.
 
         Raises :class:`Interrupted` after saving when the user stops it, :class:`DivergedError` on a non-finite loss,
-        :class:`TriScaleError` when memory or disk run out.
+        :class:`RunBusyError` if another process trains this run, :class:`TriScaleError` when memory or disk run out.
         """
         if self.directory.finished and self.directory.result().get("steps") == self.config.train.steps:
-            self.directory.open(self.config, self.runtime)
+            self.directory.verify(self.config)
             return self.directory.result()
-        self.directory.open(self.config, self.runtime)
-        self.data.tokenizer.save(self.directory.path / "tokenizer.json")
-        self.events = EventWriter(self.directory.events, self.directory.name)
-        self.events.listeners.extend(self.listeners)
         try:
-            with InterruptGuard() as self.guard:
-                self._build()
-                self._resume()
-                return self._loop()
-        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-            if "memory" not in str(error).lower():
+            with self.directory.exclusive(), InterruptGuard() as self.guard:
+                self.directory.open(self.config, self.runtime)
+                self.data.tokenizer.save(self.directory.path / "tokenizer.json")
+                with EventWriter(self.directory.events, self.directory.name) as self.events:
+                    self.events.listeners.extend(self.listeners)
+                    self._build()
+                    self._resume()
+                    return self._loop()
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error).lower():
                 raise
             raise TriScaleError(
                 f"out of memory: lower --train.micro_batch_tokens (now {self.config.train.micro_batch_tokens}), "
                 f"or set --model.checkpoint_activations=true ({error})"
             ) from error
-        finally:
-            self.events.close()
+        except OSError as error:
+            raise TriScaleError(
+                f"the run in {self.directory.path} stopped: {error}; once that is mended, the same command resumes it"
+            ) from error
 
     def _build(self) -> None:
         config = self.config
@@ -125,7 +128,8 @@ class Trainer:
         )  # fmt: skip
         self.step, self.seconds = 0, 0.0
         self.curve: list[tuple[int, float]] = []
-        self.spikes, self.max_logit = 0, float("-inf")
+        self.spikes, self.max_logit = SpikeCounter(), float("-inf")
+        self.last_eval: dict[str, float] | None = None
 
     def _resume(self) -> None:
         removed = remove_unfinished(self.directory.checkpoints)
@@ -134,13 +138,15 @@ class Trainer:
         found = complete_checkpoints(self.directory.checkpoints)
         if not found:
             if self.init_from is not None:
-                tensors, _ = load_checkpoint(self.init_from)
-                self.model.load_state_dict(tensors["model"], strict=False)
+                self._start_from(self.init_from)
             random.seed(self.config.seed)
             np.random.seed(self.config.seed)
             torch.manual_seed(self.config.seed)
             counts = count_parameters(self.model)
-            self.events.write("run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device))
+            origin = {"init_from": str(self.init_from)} if self.init_from is not None else {}
+            self.events.write(
+                "run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device), **origin
+            )
             report = self.data.report
             self.events.write("config", config=self.directory.read_config(), corpus=self.corpus, data=report.to_dict())
             for line in report.warnings():
@@ -150,6 +156,29 @@ class Trainer:
         tensors, state = load_checkpoint(path)
         self.load_state(tensors, state)
         self.events.write("run.resume", step=step)
+
+    def _start_from(self, path: Path) -> None:
+        """Take the weights of a checkpoint; all of them must fit, for a part that stays random would go unnoticed."""
+        tensors, _ = load_checkpoint(path)
+        given, own = dict(tensors.get("model", {})), self.model.state_dict()
+        if self.config.model.tied_head:
+            own.pop("head.weight")
+        problems = [f"{name} is missing there" for name in own if name not in given]
+        problems += [f"{name} has no place here" for name in given if name not in own]
+        problems += [f"{name} is {tuple(given[name].shape)} there and {tuple(own[name].shape)} here"
+                     for name in own if name in given and given[name].shape != own[name].shape]  # fmt: skip
+        if problems:
+            more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ConfigError("--init-from", f"the weights in {path} do not fit this model:\n  "
+                              + "\n  ".join(problems[:8]) + more + "\n",
+                              "Use the model settings of that run (triscale config show --run RUN)")  # fmt: skip
+        self.model.load_state_dict(given, strict=False)  # all but the tied head, which is the embedding
+        tokenizer = path.parent.parent / "tokenizer.json"
+        if tokenizer.exists() and Tokenizer.load(tokenizer).hash != self.data.tokenizer.hash:
+            self.events.write(
+                "warning", message=f"the weights in {path} were trained with another tokenizer: their embeddings mean "
+                f"other text; --data.tokenizer={tokenizer} uses theirs"
+            )  # fmt: skip
 
     def state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Everything that survives a step, as tensors by file and JSON."""
@@ -161,7 +190,7 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "curve": self.curve,
-            "spikes": self.spikes,
+            "spikes": self.spikes.state_dict(),
             "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
             "loader": self.loader_state,
             "optimizer": packed,
@@ -184,29 +213,26 @@ class Trainer:
         torch.set_rng_state(tensors["rng"]["torch"])
         self.loader.load_state_dict(state["loader"])
         self.step, self.seconds, self.curve = state["step"], state["seconds"], [tuple(c) for c in state["curve"]]
-        self.spikes = state["spikes"]
+        self.spikes.load_state_dict(state["spikes"])
         self.max_logit = state["max_logit"] if state["max_logit"] is not None else float("-inf")
 
     def _loop(self) -> dict[str, Any]:
         train = self.config.train
         self.loader_state = self.loader.state_dict()
         last_save = time.monotonic()
-        if self.step == 0 and not self.curve:
-            self._evaluate()
         try:
+            self._evaluate_if_due()
             while self.step < train.steps:
                 self._one_step()
-                if train.eval_every and self.step % train.eval_every == 0 and self.step < train.steps:
-                    self._evaluate()
+                self._evaluate_if_due()
                 due = self.runtime.checkpoint_every and self.step % self.runtime.checkpoint_every == 0
                 late = time.monotonic() - last_save > self.runtime.checkpoint_seconds
                 if self.step == train.steps or self.step in self.keep_steps or due or late:
-                    if self.step == train.steps:
-                        self._evaluate()
                     self._save()
                     last_save = time.monotonic()
         except (Interrupted, DivergedError) as stop:
-            self._save()
+            with suppress(DivergedError):  # broken weights are not saved
+                self._save()
             outcome = "interrupted" if isinstance(stop, Interrupted) else "diverged"
             self.events.write("run.end", outcome=outcome, step=self.step, durable=True)
             raise
@@ -233,12 +259,14 @@ class Trainer:
                 part.backward()
                 loss += float(part.detach())
                 if not loss < float("inf"):
-                    raise self._diverged(rows, batch)
+                    raise self._diverged("loss", rows, batch)
             self.guard.check()
+            norm = float(self._clip())
+            if not norm < float("inf"):  # applied, it would turn every weight into NaN
+                raise self._diverged("gradient", rows, batch)
         except (Interrupted, DivergedError):
             self.loader.load_state_dict(self.loader_state)  # the step never happened
             raise
-        norm = float(self._clip())
         extra = self._observe_logits()
         self.optimizer.step()
         for module in self.model.modules():
@@ -265,6 +293,9 @@ class Trainer:
 
     def _record(self, loss: float, lr: float, norm: float, seconds: float, logits: dict[str, Any]) -> None:
         train = self.config.train
+        expected = self.spikes.observe(loss)
+        if expected is not None:
+            self.events.write("spike", step=self.step, loss=loss, expected=expected)
         rate = self.flops_per_step / seconds
         if self.step % self.runtime.log_every == 0 or self.step == train.steps:
             self.events.write(
@@ -278,32 +309,45 @@ class Trainer:
             if routers:
                 self.events.write("router", step=self.step, layers=routers)
 
+    def _evaluate_if_due(self) -> None:
+        """At the start, every ``eval_every`` steps and at the end; an interrupted evaluation is owed on resuming."""
+        train = self.config.train
+        end, every = self.step == train.steps, train.eval_every
+        if end or self.step == 0 or (every and self.step % every == 0):
+            known = bool(self.curve) and self.curve[-1][0] == self.step * train.batch_tokens
+            if not known or (end and self.last_eval is None):
+                self._evaluate()
+
     def _evaluate(self) -> None:
-        result = heldout_loss(self.model, self.heldout, self.config.train.micro_rows, self.precision)
+        result = heldout_loss(
+            self.model, self.heldout, self.config.train.micro_rows, self.precision, self.guard.check
+        )  # fmt: skip
+        if not result["loss"] < float("inf"):
+            raise DivergedError("held-out loss", self.step, [], "the weights of this step are the cause")
         tokens = self.step * self.config.train.batch_tokens
-        self.curve = [*self.curve, (tokens, result["loss"])]
+        self.curve = [*(point for point in self.curve if point[0] != tokens), (tokens, result["loss"])]
         self.last_eval = result
         self.events.write(
             "eval", step=self.step, tokens=tokens, eval_tokens=result["tokens"], loss=result["loss"],
             bits_per_byte=result["bits_per_byte"],
         )  # fmt: skip
 
-    def _diverged(self, rows, batch) -> DivergedError:
+    def _diverged(self, what: str, rows, batch) -> DivergedError:
         with autocast(self.device, self.precision):
             activation = largest_activation(self.model, batch)
         documents = sorted({name for row in rows.document_ids for name in row})
-        return DivergedError(self.step, documents, activation)
+        return DivergedError(what, self.step, documents, activation)
 
     def _save(self) -> None:
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise DivergedError("model", self.step, [], "its weights hold NaN; the checkpoint before them is kept")
         tensors, state = self.state()
         path = save_checkpoint(self.directory.checkpoints, self.step, tensors, state)
         prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
         self.events.write("checkpoint", step=self.step, path=path.name, durable=True)
 
     def _finish(self) -> dict[str, Any]:
-        train = self.config.train
-        if not self.curve or self.curve[-1][0] != train.steps * train.batch_tokens:
-            self._evaluate()
+        assert self.last_eval is not None, "a run ends with an evaluation"
         result = self.partial_result() | {
             "outcome": "completed",
             "loss": self.curve[-1][1],
@@ -326,6 +370,6 @@ class Trainer:
             "curve": [list(point) for point in self.curve],
             "parameters": count_parameters(self.model),
             "max_logit": self.max_logit if self.max_logit > float("-inf") else None,
-            "spikes": self.spikes,
+            "spikes": self.spikes.count,
             "corpus": self.corpus,
         }

@@ -108,10 +108,13 @@ def read_events(path: str | Path, *, offset: int = 0) -> Iterator[Event]:
 
 
 def current_events(path: str | Path) -> list[Event]:
-    """Events that count: a ``run.resume`` at step s voids earlier ``step``-bearing events after s."""
+    """Events that count: a ``run.start`` voids all before it (nothing of them had been saved), and a ``run.resume`` at
+    step s voids earlier ``step``-bearing events after s."""
     kept: list[Event] = []
     for event in read_events(path):
-        if event.kind == "run.resume":
+        if event.kind == "run.start":
+            kept = []
+        elif event.kind == "run.resume":
             step = event.data["step"]
             kept = [e for e in kept if e.kind in ("config", "run.start") or e.data.get("step", -1) <= step]
         kept.append(event)

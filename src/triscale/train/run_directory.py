@@ -16,6 +16,7 @@ import torch
 
 from triscale.config import ConfigError, TriScaleError, dump_toml, read_toml
 
+from .checkpoint import complete_checkpoints
 from .config import RunConfig, Runtime, describe_difference, resolved
 
 try:
@@ -106,10 +107,14 @@ class RunDirectory:
             )
 
     def open(self, config: RunConfig, runtime: Runtime) -> None:
-        """Create the directory, or check that it belongs to the same config (see :meth:`verify`)."""
-        self.verify(config)
+        """Create the directory, or check that it belongs to the same config (see :meth:`verify`).
+
+        A run that stopped before its first checkpoint has nothing to lose: its config may be corrected.
+        """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        if not (self.path / "config.toml").exists():
+        if (self.path / "config.toml").exists() and (self.finished or complete_checkpoints(self.checkpoints)):
+            self.verify(config)
+        else:
             self.rewrite_config(config)
         write_json(self.path / "runtime.json", {"runtime": asdict(runtime), "environment": environment()})
 

@@ -84,7 +84,7 @@ def test_a_mistake_in_the_last_arm_is_found_before_anything_is_trained(make_ladd
     for config, named in (
         ({"model": {"widht": 3}}, "widht.*Did you mean 'width'"),
         ({"model": {"mixer": {"heads": 3}}}, "heads: 3 does not divide"),
-        ({"train": {"tokens": "many"}}, "tokens"),
+        ({"train": {"batch_tokens": "many"}}, "batch_tokens"),
     ):
         ladder = make_ladder({"arms": [{"name": "baseline"}, {"name": "last", "config": config}]})
         with pytest.raises(ConfigError, match=named):
@@ -160,7 +160,7 @@ def test_a_diverged_run_is_remembered_with_its_config(make_ladder, runtime, tmp_
     runner = LadderRunner(make_ladder(), tmp_path, runtime)
     cell = runner.cells()[0]
     trainer = runner._trainer(cell, tmp_path / "run", 256, (), ())
-    trainer.directory.rewrite_config(trainer.config)
+    trainer.directory.open(trainer.config, runtime)
     (tmp_path / "run" / "diverged.json").write_text(json.dumps({"outcome": "diverged"}))
     assert runner._train(trainer) == {"outcome": "diverged"}
     changed = LadderRunner(make_ladder({"base": {"optimizer": {"lr": 1e-4}}}), tmp_path, runtime)

@@ -46,7 +46,7 @@ def test_a_finished_run_is_only_read(finished, make_config, runtime, monkeypatch
 
     monkeypatch.setattr(run_directory, "_write_text", refuse)
     assert Trainer(make_config(), replace(runtime, threads=2), path).train() == result
-    with pytest.raises(TriScaleError, match="Read-only file system.*same command resumes"):
+    with pytest.raises(TriScaleError, match=r"Read-only file system.*same command resumes"):
         Trainer(make_config(), runtime, path.parent / "new").train()
 
 

@@ -95,7 +95,9 @@ def test_every_ladder_verb_that_trains_has_a_dry_run(tmp_path, monkeypatch):
 
     row = CellPlan("small", "baseline", 1000, 0.0, 2000, 10**9, 2**30, 1.5)
     monkeypatch.setattr("triscale.ladder.plan.plan_ladder", lambda runner: LadderPlan((row,), 2, 3.0))
-    monkeypatch.setattr("triscale.ladder.tune.plan_tuning", lambda runner, arms: LadderPlan((row,), 4, 6.0, "rate"))
+    monkeypatch.setattr(
+        "triscale.ladder.tune.plan_tuning", lambda runner, arms, rungs: LadderPlan((row,), 4, 6.0, "rate")
+    )
     monkeypatch.chdir(tmp_path)
     for verb in (["run", "demo"], ["tune", "demo"], ["check"]):
         output = invoke("ladder", *verb, "--dry-run").output

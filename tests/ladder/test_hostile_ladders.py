@@ -177,7 +177,7 @@ def test_matching_gives_up_on_a_width_that_changes_nothing():
 
 def test_tuning_refuses_unknown_arms_and_hopeless_grids(make_ladder, runtime, tmp_path, monkeypatch):
     with Progress() as progress:
-        with pytest.raises(ConfigError, match="no arm is called 'basline'"):
+        with pytest.raises(ConfigError, match="'basline' is not in the ladder"):
             tune(make_ladder(), tmp_path, runtime, progress, ("basline",))
         monkeypatch.setattr(LadderRunner, "_train", lambda self, trainer: {"loss": None})
         with pytest.raises(TriScaleError, match="diverged at every rate"):

@@ -143,10 +143,10 @@ class Trainer:
             np.random.seed(self.config.seed)
             torch.manual_seed(self.config.seed)
             counts = count_parameters(self.model)
-            origin = {"init_from": str(self.init_from)} if self.init_from is not None else {}
             self.events.write(
-                "run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device), **origin
-            )
+                "run.start", steps=self.config.train.steps, parameters=counts, device=str(self.device),
+                init_from=str(self.init_from) if self.init_from is not None else None,
+            )  # fmt: skip
             report = self.data.report
             self.events.write("config", config=self.directory.read_config(), corpus=self.corpus, data=report.to_dict())
             for line in report.warnings():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_accumulated_equals_big_batch(make_config, runtime, tmp_path, optimizer)
 
 
 def test_diverged_loss_names_step_documents_and_activation(make_config, runtime, tmp_path):
-    trainer = Trainer(make_config(), runtime, tmp_path / "run")
+    trainer = Trainer(make_config(), replace(runtime, checkpoint_every=2), tmp_path / "run")
 
     def poison(event):
         if event["kind"] == "step" and event["data"]["step"] == 3:
@@ -40,7 +42,7 @@ def test_diverged_loss_names_step_documents_and_activation(make_config, runtime,
     assert caught.value.step == 3
     assert any("doc" in name for name in caught.value.documents)
     assert "layers.1.feed_forward.up_proj" in str(caught.value)
-    assert complete_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 3
+    assert complete_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 2  # the broken weights of step 3 are not
 
 
 def test_loss_falls_and_held_out_loss_is_reported_in_both_units(make_config, runtime, tmp_path):

@@ -71,7 +71,7 @@ def plan(
     from triscale.ladder.plan import plan_ladder
 
     runner = _load(name, overrides, trust_imports)
-    planned = plan_ladder(runner)
+    planned = _planned(runner, plan_ladder)
     result: dict[str, Any] = planned.to_dict()
     lines = planned.lines()
     if effect is not None:
@@ -107,16 +107,22 @@ def _observed_sd(path: Path) -> float:
 @JSON
 @click.option("--arm", "arms", multiple=True, help="Tune only this arm (repeatable).")
 @click.option("--rung", "rungs", multiple=True, help="Tune on this rung instead of the smallest (repeatable).")
+@click.option("--dry-run", is_flag=True, help="Print what one rate costs instead.")
 @overrides_argument
 def tune(
     name: str, runs: Path | None, trust_imports: bool, as_json: bool, arms: tuple[str, ...], rungs: tuple[str, ...],
-    overrides,
+    dry_run: bool, overrides,
 ) -> None:  # fmt: skip
     """Sweep the learning rate of each arm; prints the best and records every run."""
+    from triscale.ladder.tune import plan_tuning
     from triscale.ladder.tune import tune as sweep
     from triscale.train.progress import Progress
 
     runner = _load(name, overrides, trust_imports)
+    if dry_run:
+        planned = _planned(runner, lambda runner: plan_tuning(runner, arms, rungs))
+        click.echo(json.dumps(planned.to_dict()) if as_json else "\n".join(planned.lines()))
+        return
     folder = runs or Path("runs") / f"{runner.ladder.name}-tuning"
     with Progress() as progress:
         record = _interruptible(lambda: sweep(runner.ladder, folder, runner.runtime, progress, arms, rungs), folder)
@@ -146,10 +152,7 @@ def run(name: str, runs: Path | None, trust_imports: bool, as_json: bool, shard:
 
     runner = _load(name, overrides, trust_imports, runs)
     if dry_run:
-        from triscale.ladder.plan import plan_ladder
-
-        planned = plan_ladder(runner)
-        click.echo(json.dumps(planned.to_dict()) if as_json else "\n".join(planned.lines()))
+        _print_plan(runner, as_json)
         return
     index, _, count = shard.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
@@ -157,6 +160,22 @@ def run(name: str, runs: Path | None, trust_imports: bool, as_json: bool, shard:
     with Progress() as progress:
         record = _interruptible(lambda: runner.run(progress, (int(index), int(count))), runner.folder)
     _report(record, runner.folder, as_json)
+
+
+def _planned(runner, plan):
+    """The plan of a ladder; preparing its data shows progress."""
+    from triscale.train.progress import Progress
+
+    with Progress(f"{runner.ladder.name}:") as progress:
+        runner.preparing = progress.preparing
+        return plan(runner)
+
+
+def _print_plan(runner, as_json: bool) -> None:
+    from triscale.ladder.plan import plan_ladder
+
+    planned = _planned(runner, plan_ladder)
+    click.echo(json.dumps(planned.to_dict()) if as_json else "\n".join(planned.lines()))
 
 
 @click.command()
@@ -197,13 +216,17 @@ def _report(record, folder: Path, as_json: bool, output: Path | None = None) -> 
 @click.option("--record", type=click.Path(path_type=Path, exists=True),
               help="Recorded ladder to resample [default: the committed demo].")  # fmt: skip
 @click.option("--simulate-only", is_flag=True, help="Skip the small real runs.")
+@click.option("--dry-run", is_flag=True, help="Print what the small real runs cost instead.")
 @overrides_argument
-def check(runs: Path | None, as_json: bool, record: Path | None, simulate_only: bool, overrides) -> None:
+def check(runs: Path | None, as_json: bool, record: Path | None, simulate_only: bool, dry_run: bool, overrides) -> None:
     """Check the ladder itself: A-versus-A, a planted effect, and two small real comparisons."""
     from triscale.ladder.check import check_statistics
     from triscale.ladder.records import load_record
     from triscale.ladder.report import report_json
 
+    if dry_run:
+        _print_plan(_load("check", overrides, False, runs), as_json)
+        return
     result: dict[str, Any] = {}
     if record is not None:
         result["simulation"] = check_statistics(load_record(record)).to_dict()

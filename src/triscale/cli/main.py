@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -71,6 +72,9 @@ def main() -> None:
     # Read when torch starts its threads. Spinning threads make small operators several times slower as soon as another
     # program wants the same cores; sleeping ones cost a little on an idle machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of ending the command
+            stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
@@ -85,6 +89,9 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:  # no space, no permission, no such file: the message names it
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

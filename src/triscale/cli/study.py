@@ -32,6 +32,7 @@ STUDIES: dict[str, tuple[str, str]] = {
 def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[str, ...]) -> None:
     """Run the study NAME (or list them all); running it again resumes."""
     from triscale.config import ConfigError, parse_overrides
+    from triscale.train.interrupt import Interrupted
 
     if name is None:
         for key, (_, question) in STUDIES.items():
@@ -53,4 +54,8 @@ def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[
         for key, value in {**known, **chosen}.items():
             click.echo(f"  {key:<20} {value!r}")
         return
-    run(folder, **chosen)
+    try:
+        run(folder, **chosen)
+    except Interrupted:
+        click.echo(f"stopped; the same command resumes {folder}", err=True)
+        raise SystemExit(130) from None

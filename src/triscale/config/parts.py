@@ -22,6 +22,10 @@ class Parts:
 
     def config_class(self, kind: str, path: str) -> type:
         """The ``Config`` dataclass behind ``kind``; raises :class:`ConfigError` naming the nearest kind."""
+        if not isinstance(kind, str):
+            raise ConfigError(
+                f"{path}.kind", f"expected a name, got {kind!r}", f"Known: {', '.join(sorted(self.kinds))}"
+            )
         target = kind if ":" in kind else self.kinds.get(kind)
         if target is None:
             near = difflib.get_close_matches(kind, self.kinds, 1, 0.4)
@@ -41,7 +45,7 @@ def _load(target: str, path: str) -> Any:
     module_name, _, attribute = target.partition(":")
     try:
         owner = getattr(import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, TypeError, ValueError) as error:  # the latter two: not a module's name at all
         raise ConfigError(f"{path}.kind", f"cannot import {module_name!r} ({error})",
                           "Check the spelling, and that the folder is on PYTHONPATH") from error  # fmt: skip
     except AttributeError as error:

@@ -41,7 +41,10 @@ class EventWriter:
     def write(
         self, kind: str, *, span: str | None = None, parent: str | None = None, durable: bool = False, **data: Any
     ) -> dict[str, Any]:
-        """Append one event and return it. ``durable`` waits until it is on disk (fsync): "paid" means fsynced."""
+        """Append one event and return it. ``durable`` waits until it is on disk (fsync): "paid" means fsynced.
+
+        Raises ``OSError`` when the disk is full; the log then ends with the event before.
+        """
         check_event(kind, data)
         event = {"v": VERSION, "time": self.clock(), "run": self.run, "span": span, "parent": parent, "kind": kind,
                  "data": data}  # fmt: skip
@@ -49,17 +52,29 @@ class EventWriter:
             line = json.dumps(event, allow_nan=False, ensure_ascii=False)
         except ValueError:
             line = json.dumps(_finite(event), ensure_ascii=False)
-        self._file.write(line.encode("utf-8", "surrogatepass") + b"\n")
+        self._append(line.encode("utf-8", "surrogatepass") + b"\n")
         if durable:
             os.fsync(self._file.fileno())
         for listener in self.listeners:
             listener(event)
         return event
 
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing: a full disk may take a part of it, which would break every later reader."""
+        start, left = os.fstat(self._file.fileno()).st_size, memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(start)
+            raise
+
     def close(self) -> None:
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
     def __enter__(self) -> EventWriter:
         return self
@@ -93,10 +108,13 @@ def read_events(path: str | Path, *, offset: int = 0) -> Iterator[Event]:
 
 
 def current_events(path: str | Path) -> list[Event]:
-    """Events that count: a ``run.resume`` at step s voids earlier ``step``-bearing events after s."""
+    """Events that count: a ``run.start`` voids all before it (nothing of them had been saved), and a ``run.resume`` at
+    step s voids earlier ``step``-bearing events after s."""
     kept: list[Event] = []
     for event in read_events(path):
-        if event.kind == "run.resume":
+        if event.kind == "run.start":
+            kept = []
+        elif event.kind == "run.resume":
             step = event.data["step"]
             kept = [e for e in kept if e.kind in ("config", "run.start") or e.data.get("step", -1) <= step]
         kept.append(event)

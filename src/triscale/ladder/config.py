@@ -74,6 +74,10 @@ class LadderConfig:
                                  f"which is no rung; rungs: {', '.join(sorted(known))}")  # fmt: skip
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds: {list(self.seeds)} must be distinct and not empty")
+        if not self.rates or min(self.rates) <= 0:
+            raise ValueError(f"rates: {list(self.rates)} must be positive and not empty")
+        if not self.tune_fraction > 0:
+            raise ValueError(f"tune_fraction: {self.tune_fraction} must be positive")
 
     @property
     def baseline(self) -> ArmConfig:
@@ -107,7 +111,7 @@ def load_ladder(name: str | Path, overrides: dict[str, Any] | None = None, trust
 
     ``overrides`` are laid over the whole tree (for example ``{"base": {...}, "seeds": [0]}``).
     """
-    if Path(name).suffix == ".toml" or Path(name).exists():
+    if Path(name).suffix == ".toml" or Path(name).is_file():
         tree = read_toml(name)
         if not trust_imports:
             refuse_untrusted_kinds(tree, str(name))

@@ -11,6 +11,7 @@ from triscale.models.decoder import Decoder
 from .config import Match
 
 STEP = 4  # feed-forward widths are multiples of this
+WIDEST = 1 << 22  # no feed-forward layer is wider: the search gives up
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def match_model(model: Decoder.Config, target: Decoder.Config, match: Match, con
     low, high = STEP, STEP
     while measure(with_hidden(high), match, context_length) < wanted:
         low, high = high, high * 2
+        if high > WIDEST:
+            raise ConfigError("model.feed_forward.hidden", f"does not change the {match}, so it cannot match them",
+                              'Let the layer use its `hidden`, or set match = "none" on the rung')  # fmt: skip
     while high - low > STEP:
         middle = (low + high) // 2 // STEP * STEP
         if measure(with_hidden(middle), match, context_length) < wanted:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from triscale.config import to_dict
+import torch
+
+from triscale.config import ConfigError, overlay, to_dict
 from triscale.data.prepare import PreparedData, prepare
-from triscale.train.checkpoint import checkpoint_path
-from triscale.train.config import RunConfig, Runtime
+from triscale.train.checkpoint import MARKER, checkpoint_path
+from triscale.train.config import RunConfig, Runtime, describe_difference, resolved
+from triscale.train.device import resolve_device, resolve_precision
 from triscale.train.divergence import DivergedError
 from triscale.train.loop import Trainer
 from triscale.train.progress import Progress
-from triscale.train.run_directory import RunDirectory, environment, write_json
+from triscale.train.run_directory import RunBusyError, RunDirectory, environment, write_json
 
 from .config import ArmConfig, LadderConfig, RungConfig
 from .locks import CellLock
@@ -88,9 +94,11 @@ class LadderRunner:
         :class:`~triscale.train.interrupt.Interrupted` when stopped, with everything resumable.
         """
         self.preparing = progress.preparing
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "ladder.json", {"ladder": to_dict(self.ladder), "environment": environment()})
         cells = self.cells()
+        self._check(cells)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plan = {"ladder": to_dict(self.ladder), "environment": environment(), "precision": self.precision}
+        write_json(self.folder / "ladder.json", plan)
         for index, cell in enumerate(cells):
             folder = self.folder / cell.name
             if index % shard[1] != shard[0] or self._finished(cell):
@@ -102,11 +110,34 @@ class LadderRunner:
             try:
                 progress.title = f"[{index + 1}/{len(cells)}] {cell.name}"
                 self._run_cell(cell, folder, progress, lock)
+            except RunBusyError as busy:
+                progress.note(f"{cell.name}: {busy}")
             finally:
                 lock.release()
+            self.record().save(self.folder)  # a report is possible while the ladder runs, and after it was stopped
         record = self.record()
         record.save(self.folder)
         return record
+
+    @cached_property
+    def precision(self) -> str:
+        """What ``train.precision = "auto"`` means in this folder: decided by the machine that began it, because runs in
+        different precisions are no pairs."""
+        file = self.folder / "ladder.json"
+        if file.exists():
+            with suppress(ValueError):
+                known = json.loads(file.read_text(encoding="utf-8")).get("precision")
+                if known in ("bf16", "fp32"):
+                    return known
+        return "fp32" if resolve_precision("auto", resolve_device(self.runtime.device)) == torch.float32 else "bf16"
+
+    def _check(self, cells: list[Cell]) -> None:
+        """Build every arm of every rung on the meta device: a mistake in the last one must not wait for the others."""
+        for cell in {(c.rung.name, c.arm.name): c for c in cells}.values():
+            try:
+                self.config(cell).model.build(seed=None, device="meta")
+            except ValueError as error:
+                raise ConfigError(f"{cell.arm.name}/{cell.rung.name}.model", str(error)) from error
 
     def _finished(self, cell: Cell) -> bool:
         """Done, and of this very config; a summary of an older config is an error, not a result."""
@@ -115,12 +146,21 @@ class LadderRunner:
             return False
         done = load_run(path)
         if done.config_hash != self._hash(cell):
-            from triscale.config import ConfigError
-
             raise ConfigError(
-                str(path.parent), "was measured with another config", "Use another run folder, or delete this one"
+                str(path.parent),
+                "was measured with another config" + self._difference(cell),
+                "Use another run folder, or delete this one",
             )
         return True
+
+    def _difference(self, cell: Cell) -> str:
+        """What changed since the cell was measured, as lines for a message."""
+        kept = RunDirectory(self.folder / cell.name / f"tokens{cell.rung.tokens}")
+        if not (kept.path / "config.toml").exists():
+            return f" (of another budget than {cell.rung.tokens:,} tokens)"
+        now = overlay(resolved(self.config(cell)), {"train": {"precision": kept.read_config()["train"]["precision"]}})
+        lines = describe_difference(kept.read_config(), now) or [f"budgets: now {list(cell.budgets)}"]
+        return ":\n  " + "\n  ".join(lines) + "\n"
 
     def _run_cell(self, cell: Cell, folder: Path, progress: Progress, lock: CellLock) -> None:
         """Train the longest budget as the trunk, then the shorter ones as decay branches of it."""
@@ -137,7 +177,8 @@ class LadderRunner:
         for tokens in branches:
             path = folder / f"tokens{tokens}"
             trainer = self._trainer(cell, path, tokens, listeners, ())
-            if results[longest]["outcome"] == "completed" and not RunDirectory(path).finished:
+            shared = results[longest]["outcome"] == "completed" and self._branch_step(cell, tokens)
+            if shared and not RunDirectory(path).finished:
                 branch_from(trunk.directory, self._branch_step(cell, tokens), path)
             progress.title = progress.title.split(" branch")[0] + f" branch at {tokens:,} tokens"
             results[tokens] = self._train(trainer)
@@ -151,22 +192,30 @@ class LadderRunner:
         self, cell: Cell, path: Path, tokens: int, listeners: tuple[Callable, ...], branches: list[int] | tuple
     ) -> Trainer:
         steps = tuple(self._branch_step(cell, b) for b in branches)
+        config = self.config(cell, tokens)
+        if config.train.precision == "auto":
+            config = replace(config, train=replace(config.train, precision=self.precision))
         return Trainer(
-            self.config(cell, tokens), replace(self.runtime, keep=1), path,
+            config, replace(self.runtime, keep=1), path,
             listeners=listeners, prepared=self.data(cell.rung, cell.arm), keep_steps=steps,
         )  # fmt: skip
 
     def _branch_step(self, cell: Cell, tokens: int) -> int:
-        """The last step of the trunk that a run of ``tokens`` shares: where its decay starts."""
-        config = self.config(cell, tokens)
-        schedule = config.schedule.build(config.train.steps)
-        return int(getattr(schedule, "decay_start", 0))
+        """How many steps a run of ``tokens`` shares with the trunk: those before their learning rates part, which for
+        a WSD schedule with an absolute warm-up is where its decay starts, and for a cosine is none."""
+        trunk, own = self.config(cell, max(cell.budgets)), self.config(cell, tokens)
+        rate, own_rate = trunk.schedule.build(trunk.train.steps), own.schedule.build(own.train.steps)
+        for step in range(own.train.steps):
+            if not math.isclose(rate(step + 0.5), own_rate(step + 0.5), rel_tol=1e-9):
+                return step
+        return own.train.steps
 
     @staticmethod
     def _train(trainer: Trainer) -> dict[str, Any]:
         """The result, or what is known of a run that diverged: a fact about the arm, not a failure of the ladder."""
         marker = trainer.directory.path / "diverged.json"
         if marker.exists():
+            trainer.directory.verify(trainer.config)
             return json.loads(marker.read_text())
         try:
             return trainer.train()
@@ -225,11 +274,14 @@ def best_cell(folder: Path) -> Path | None:
 
 
 def branch_from(trunk: RunDirectory, step: int, path: Path) -> None:
-    """Let a new run start from the trunk's checkpoint of ``step``; does nothing if it already did."""
+    """Let a new run start from the trunk's checkpoint of ``step``; does nothing if it already did, or if the trunk kept
+    no such checkpoint (the new run then trains those steps itself, to the same result)."""
     target = checkpoint_path(RunDirectory(path).checkpoints, step)
     if target.parent.exists() and any(target.parent.glob("step_*")):
         return
     source = checkpoint_path(trunk.checkpoints, step)
+    if not (source / MARKER).exists():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp_{target.name}"
     shutil.rmtree(temporary, ignore_errors=True)

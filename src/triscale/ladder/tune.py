@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from triscale.config import ConfigError, TriScaleError
 from triscale.train.config import Runtime
 from triscale.train.progress import Progress
 from triscale.train.run_directory import environment, write_json
 
 from .config import ArmConfig, LadderConfig, RungConfig
+from .plan import LadderPlan, plan_cell
 from .run import Cell, LadderRunner
 
 MAX_EXTENSIONS = 3
@@ -34,17 +36,22 @@ def tune(
     Returns and saves the record (``tuning.json``): per rung and arm the loss at every rate tried, the best rate, and
     whether it lies inside the grid. :func:`with_rates` applies it. Runs done before are not repeated.
     """
+    where, chosen = _chosen(ladder, arms, rungs)
     runner = LadderRunner(ladder, folder, runtime)
     runner.preparing = progress.preparing
     path, seed = folder / "tuning.json", ladder.seeds[0]
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rungs": {}}
     record |= {"ladder": ladder.name, "seed": seed, "environment": environment()}
-    for rung in [ladder.rung(name) for name in rungs] or [ladder.rungs[0]]:
+    for rung in where:
         tokens = round(rung.tokens * ladder.tune_fraction)
         results = record["rungs"].setdefault(rung.name, {"tokens": tokens, "arms": {}})
-        for arm in [ladder.arm(name) for name in arms] or list(ladder.arms):
+        for arm in chosen:
             losses = _sweep(runner, rung, arm, tokens, progress)
             rates, best = sorted(losses), min(losses, key=lambda r: losses[r])
+            if losses[best] == float("inf"):
+                raise TriScaleError(
+                    f"{arm.name} diverged at every rate ({rates[0]:g} to {rates[-1]:g}): set lower `rates`"
+                )
             results["arms"][arm.name] = {
                 "losses": {f"{r:g}": (losses[r] if losses[r] < float("inf") else None) for r in rates},
                 "best": best,
@@ -52,6 +59,29 @@ def tune(
             }
             write_json(path, record)
     return record
+
+
+def plan_tuning(runner: LadderRunner, arms: tuple[str, ...] = (), rungs: tuple[str, ...] = ()) -> LadderPlan:
+    """What one rate of each arm costs, and the whole grid; extensions of the grid come on top."""
+    ladder, rows = runner.ladder, []
+    where, chosen = _chosen(ladder, arms, rungs)
+    for rung in where:
+        tokens = round(rung.tokens * ladder.tune_fraction)
+        rows += [plan_cell(runner, Cell(rung, arm, ladder.seeds[0], (tokens,)), tokens) for arm in chosen]
+    return LadderPlan(tuple(rows), len(ladder.rates), len(ladder.rates) * sum(row.minutes for row in rows), "rate")
+
+
+def _chosen(
+    ladder: LadderConfig, arms: tuple[str, ...], rungs: tuple[str, ...]
+) -> tuple[list[RungConfig], list[ArmConfig]]:
+    """The named rungs (none = the first) and arms (none = all); raises :class:`ConfigError` for an unknown name."""
+    for option, names, known in (("--arm", arms, ladder.arms), ("--rung", rungs, ladder.rungs)):
+        there = [item.name for item in known]
+        for name in names:
+            if name not in there:
+                raise ConfigError(option, f"{name!r} is not in the ladder", f"Known: {', '.join(there)}")
+    where = [ladder.rung(name) for name in rungs] or [ladder.rungs[0]]
+    return where, [ladder.arm(name) for name in arms] or list(ladder.arms)
 
 
 def _sweep(

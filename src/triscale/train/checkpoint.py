@@ -1,12 +1,14 @@
 """Checkpoints: safetensors and JSON, complete or absent.
 
 A checkpoint is written under a temporary name, flushed to disk, renamed, and only then marked COMPLETE; the latest is
-the newest *complete* one by step number. Nothing is pickled.
+the newest *complete* one by step number. The marker lists the sha256 of every file (``sha256sum -c COMPLETE`` checks it
+too), so that a flipped bit is found before it is trained on. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -69,13 +72,17 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, Tensor
         for stem, content in tensors.items():
             save_file({k: v.detach().contiguous() for k, v in content.items()}, temporary / f"{stem}.safetensors")
         (temporary / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
+        digests = [f"{_digest(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
         for file in temporary.iterdir():
             _sync(file)
         _sync(temporary)
         temporary.rename(target)
-        (target / MARKER).write_text("")
+        _sync(folder)
+        (target / f".{MARKER}").write_text("".join(digests))
+        _sync(target / f".{MARKER}")
+        (target / f".{MARKER}").rename(target / MARKER)
         _sync(target)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
         hint = "free some space and start the run again: it resumes from the last complete checkpoint"
@@ -86,8 +93,12 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, Tensor
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors by file stem, and the state; raises :class:`CheckpointError` on a damaged file."""
+    """The tensors by file stem, and the state; raises :class:`CheckpointError` on a missing or damaged file."""
     try:
+        for line in (path / MARKER).read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            if _digest(path / name) != digest:
+                raise ValueError(f"{name} is not what was saved (its sha256 differs)")
         tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
         return tensors, json.loads((path / "state.json").read_text())
     except Exception as error:
@@ -102,6 +113,11 @@ def prune(folder: Path, keep: int, protected: set[int] = frozenset()) -> None:  
         if step not in protected:
             (path / MARKER).unlink()
             shutil.rmtree(path)
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -51,7 +51,9 @@ class TrainConfig:
             )
         if self.batch_tokens % self.row_length:
             raise ValueError(f"batch_tokens: {self.batch_tokens} must be a multiple of row_length ({self.row_length})")
-        if self.grad_clip < 0:
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every: {self.eval_every} must not be negative (0 = only at the end)")
+        if not self.grad_clip >= 0:
             raise ValueError(f"grad_clip: {self.grad_clip} must not be negative (0 = off)")
 
     @property
@@ -79,6 +81,10 @@ class RunConfig:
     schedule: Any = part(SCHEDULES, "wsd")
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: {self.seed} must lie between 0 and 2**32 - 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -99,6 +105,13 @@ class Runtime:
     compile: bool = False
     cache: str = ""
     track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("threads", 0), ("checkpoint_every", 0), ("keep", 1), ("log_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+        if not self.checkpoint_seconds > 0:
+            raise ValueError(f"checkpoint_seconds: {self.checkpoint_seconds} must be positive")
 
     @property
     def cache_dir(self) -> Path:

@@ -10,14 +10,16 @@ from triscale.nn.batch import TokenBatch
 
 
 class DivergedError(TriScaleError):
-    """The loss became NaN or infinite. ``step``, ``documents`` and ``activation`` say where."""
+    """Loss, gradient or held-out loss became NaN or infinite. step: steps completed before; documents, activation:
+    what was read and where the numbers grew."""
 
-    def __init__(self, step: int, documents: list[str], activation: str):
+    def __init__(self, what: str, step: int, documents: list[str], activation: str):
         self.step, self.documents, self.activation = step, documents, activation
         shown = ", ".join(documents[:4]) + (f" and {len(documents) - 4} more" if len(documents) > 4 else "")
+        read = f" (documents: {shown})" if documents else ""
         super().__init__(
-            f"the loss is not finite at step {step} (documents: {shown}); {activation}. The last completed step is "
-            f"saved. Lower --optimizer.lr, lengthen the warm-up, or try --train.precision=fp32"
+            f"the {what} is not finite after {step} completed steps{read}; {activation}. Start a new run with a lower "
+            "--optimizer.lr, a longer warm-up, or --train.precision=fp32"
         )
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 
 from triscale.data.heldout import HeldoutRows, bits_per_byte
+from triscale.data.prepare import PreparedData
 from triscale.models.decoder import Decoder
 from triscale.nn.batch import TokenBatch
+
+
+def corpus_name(data: PreparedData) -> str:
+    """Which text and which token ids a loss belongs to, short."""
+    return f"{data.report.corpus_hash[:16]}-{data.report.tokenizer_hash[:8]}"
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -28,14 +35,24 @@ def to_batch(rows, device: torch.device, part: slice = slice(None)) -> TokenBatc
 
 
 @torch.no_grad()
-def heldout_loss(model: Decoder, heldout: HeldoutRows, micro_rows: int, precision: torch.dtype) -> dict[str, float]:
-    """``loss`` (nats a token), ``bits_per_byte`` and ``tokens`` over ``heldout``; the model's mode is restored."""
+def heldout_loss(
+    model: Decoder,
+    heldout: HeldoutRows,
+    micro_rows: int,
+    precision: torch.dtype,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """``loss`` (nats a token), ``bits_per_byte`` and ``tokens`` over ``heldout``; the model's mode is restored.
+
+    check: called before every batch; what it raises ends the evaluation.
+    """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
     total = 0.0
     try:
         for rows in heldout.batches(micro_rows):
+            check()
             with autocast(device, precision):
                 total += float(model(to_batch(rows, device), output="loss"))
     finally:

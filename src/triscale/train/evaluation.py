@@ -12,8 +12,8 @@ from triscale.data.heldout import HeldoutRows, bits_per_byte
 from triscale.data.needle import make_needle_examples
 from triscale.data.prepare import prepare
 
-from .config import Runtime, describe_difference
-from .evaluate import heldout_loss
+from .config import describe_difference
+from .evaluate import corpus_name, heldout_loss
 from .generate import generate_ids
 from .load import LoadedRun, load_run, sequence_nats
 from .run_directory import RunDirectory
@@ -28,7 +28,12 @@ def evaluate_run(
     """``heldout`` always; ``text`` and ``needle`` when asked for. fp32, whatever the run trained in."""
     loaded = load_run(path, device)
     train = loaded.config.train
-    data = prepare(loaded.config.data, Runtime().cache_dir)
+    data = prepare(loaded.config.data, loaded.directory.cache_dir)
+    if loaded.corpus not in (None, corpus_name(data)):
+        raise TriScaleError(
+            f"{path} was trained on the corpus and tokenizer {loaded.corpus}, and {corpus_name(data)} is what is here "
+            "now: its held-out documents and its token ids are others. Bring the old text (or Python version) back"
+        )
     rows = HeldoutRows(data, train.row_length, -(-train.eval_tokens // train.row_length))
     result: dict[str, Any] = {
         "step": loaded.step,
@@ -64,9 +69,10 @@ def needle_accuracy(loaded: LoadedRun, length: int, n: int = NEEDLES) -> dict[st
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:
     """Config differences and the main numbers of two finished runs, in the order given."""
     pair = [RunDirectory(first), RunDirectory(second)]
+    configs = [directory.read_config() for directory in pair]
     for directory in pair:
         if not directory.finished:
-            raise TriScaleError(f"{directory.path} is not a finished run; resume it with `triscale train --run`")
+            raise TriScaleError(f"{directory.path} is not finished; the command that began it goes on with it")
     results = [directory.result() for directory in pair]
     names = ("loss", "bits_per_byte", "tokens", "flops", "seconds", "max_logit")
     numbers = {name: tuple(r[name] for r in results) for name in names}
@@ -77,5 +83,5 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
         if same
         else "The runs were measured on different corpora or tokenizers: their losses cannot be compared."
     )
-    difference = describe_difference(pair[0].read_config(), pair[1].read_config())
+    difference = describe_difference(*configs)
     return {"config": difference, "numbers": numbers, "same_corpus": same, "remark": remark}

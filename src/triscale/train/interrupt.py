@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 
 class Interrupted(Exception):
@@ -37,7 +38,8 @@ class InterruptGuard:
         if self.requested:
             os._exit(128 + number)
         self.requested = True
-        os.write(sys.stderr.fileno() if sys.stderr else 2, f"\n{self.message}\n".encode())
+        with suppress(OSError, ValueError):  # a closed or replaced stderr must not break the step under way
+            os.write(sys.stderr.fileno() if sys.stderr else 2, f"\n{self.message}\n".encode())
 
     def check(self) -> None:
         if self.requested:

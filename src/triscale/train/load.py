@@ -19,13 +19,14 @@ from .run_directory import RunDirectory
 
 @dataclass
 class LoadedRun:
-    """step: the optimizer step of the weights."""
+    """step: the optimizer step of the weights. corpus: what they were trained on; None for imported weights."""
 
     config: RunConfig
     model: Decoder
     tokenizer: Tokenizer
     step: int
     directory: RunDirectory
+    corpus: str | None = None
 
 
 def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
@@ -39,7 +40,7 @@ def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
     if not found:
         raise TriScaleError(f"{path} holds no complete checkpoint yet")
     step, folder = found[-1]
-    tensors, _ = load_checkpoint(folder)
+    tensors, state = load_checkpoint(folder)
     where = resolve_device(device)
     model = config.model.build(seed=None, device=where)
     weights = dict(tensors["model"])
@@ -47,7 +48,7 @@ def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
         weights["head.weight"] = weights["embedding.weight"]
     model.load_state_dict(weights)
     tokenizer = Tokenizer.load(directory.path / "tokenizer.json")
-    return LoadedRun(config, model.eval(), tokenizer, step, directory)
+    return LoadedRun(config, model.eval(), tokenizer, step, directory, state.get("corpus"))
 
 
 def find_run(path: Path) -> Path:

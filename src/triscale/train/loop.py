@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from triscale.config import ConfigError, TriScaleError
 from triscale.data.heldout import HeldoutRows
 from triscale.data.loader import Loader
 from triscale.data.prepare import PreparedData, prepare
+from triscale.data.tokenizer import Tokenizer
 from triscale.events import EventWriter
 from triscale.models import count_parameters
 from triscale.models.decoder import Decoder
@@ -35,7 +37,7 @@ from .config import RunConfig, Runtime
 from .device import matmul_peak, resolve_device, resolve_precision
 from .distributed import World, load_whole, whole
 from .divergence import DivergedError, largest_activation
-from .evaluate import autocast, heldout_loss, to_batch
+from .evaluate import autocast, corpus_name, heldout_loss, to_batch
 from .interrupt import Interrupted, InterruptGuard
 from .run_directory import RunDirectory
 from .telemetry import LogitSentinel
@@ -59,8 +61,7 @@ class Trainer:
     ):
         """keep_steps: steps whose checkpoints are always written and never pruned (branch points).
 
-        init_from: a checkpoint of another run to start from: its full state with ``branch=True``-style resume is
-        :func:`triscale.train.branch.branch_run`; here only weights are taken.
+        init_from: a checkpoint folder whose weights (and nothing else) the run starts from.
         """
         if runtime.threads:
             torch.set_num_threads(runtime.threads)
@@ -84,42 +85,51 @@ class Trainer:
                 "Leave it out to take the tokenizer's size",
             )
         self.config = config
-        self.corpus = f"{self.data.report.corpus_hash[:16]}-{self.data.report.tokenizer_hash[:8]}"
+        self.corpus = corpus_name(self.data)
 
     def train(self) -> dict[str, Any]:
         """Run to the end (or to an interrupt) and return the result.
 
         Raises :class:`Interrupted` after saving when the user stops it, :class:`DivergedError` on a non-finite loss,
-        :class:`TriScaleError` when memory or disk run out.
+        :class:`RunBusyError` if another process trains this run, :class:`TriScaleError` when memory or disk run out.
         """
         if self.directory.finished and self.directory.result().get("steps") == self.config.train.steps:
             if self.world.first:
-                self.directory.open(self.config, self.runtime)
+                self.directory.verify(self.config)
             self.world.leave()
             return self.directory.result()
-        with self.world.in_turn():
-            if self.world.first:
-                self.directory.open(self.config, self.runtime)
-                self.data.tokenizer.save(self.directory.path / "tokenizer.json")
         path = self.directory.events
         path = path if self.world.first else path.with_stem(f"events-rank{self.world.rank}")
-        self.events = EventWriter(path, self.directory.name)
-        self.events.listeners.extend(self.listeners if self.world.first else ())
         try:
-            with InterruptGuard() as self.guard:
+            with self._owned(), InterruptGuard() as self.guard, EventWriter(path, self.directory.name) as self.events:
+                self.events.listeners.extend(self.listeners if self.world.first else ())
                 self._build()
                 self._resume()
                 return self._loop()
-        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-            if "memory" not in str(error).lower():
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error).lower():
                 raise
             raise TriScaleError(
                 f"out of memory: lower --train.micro_batch_tokens (now {self.config.train.micro_batch_tokens}), "
                 f"or set --model.checkpoint_activations=true ({error})"
             ) from error
+        except OSError as error:
+            raise TriScaleError(
+                f"the run in {self.directory.path} stopped: {error}; once that is mended, the same command resumes it"
+            ) from error
         finally:
-            self.events.close()
             self.world.leave()
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        """The run folder, created or checked, and closed to other runs; the first rank does it for all."""
+        with ExitStack() as stack:
+            with self.world.in_turn():
+                if self.world.first:
+                    stack.enter_context(self.directory.exclusive())
+                    self.directory.open(self.config, self.runtime)
+                    self.data.tokenizer.save(self.directory.path / "tokenizer.json")
+            yield
 
     def _build(self) -> None:
         config = self.config
@@ -141,6 +151,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
         self.curve: list[tuple[int, float]] = []
         self.sentinel = LogitSentinel(self.model, self.optimizer, every=self.runtime.log_logits_every)
+        self.last_eval: dict[str, float] | None = None
 
     def _resume(self) -> None:
         with self.world.in_turn():
@@ -150,14 +161,14 @@ class Trainer:
         found = complete_checkpoints(self.directory.checkpoints)
         if not found:
             if self.init_from is not None:
-                tensors, _ = load_checkpoint(self.init_from)
-                load_whole(self.model, tensors["model"], strict=False)
+                self._start_from(self.init_from)
             random.seed(self.config.seed)
             np.random.seed(self.config.seed)
             torch.manual_seed(self.config.seed)
             self.events.write(
-                "run.start", steps=self.config.train.steps, parameters=self.counts, device=str(self.device)
-            )
+                "run.start", steps=self.config.train.steps, parameters=self.counts, device=str(self.device),
+                init_from=str(self.init_from) if self.init_from is not None else None,
+            )  # fmt: skip
             report = self.data.report
             self.events.write("config", config=self.directory.read_config(), corpus=self.corpus, data=report.to_dict())
             for line in report.warnings():
@@ -167,6 +178,29 @@ class Trainer:
         tensors, state = load_checkpoint(path)
         self.load_state(tensors, state)
         self.events.write("run.resume", step=step)
+
+    def _start_from(self, path: Path) -> None:
+        """Take the weights of a checkpoint; all of them must fit, for a part that stays random would go unnoticed."""
+        tensors, _ = load_checkpoint(path)
+        given, own = dict(tensors.get("model", {})), dict(self.model.state_dict())
+        if self.config.model.tied_head:
+            own.pop("head.weight")
+        problems = [f"{name} is missing there" for name in own if name not in given]
+        problems += [f"{name} has no place here" for name in given if name not in own]
+        problems += [f"{name} is {tuple(given[name].shape)} there and {tuple(own[name].shape)} here"
+                     for name in own if name in given and given[name].shape != own[name].shape]  # fmt: skip
+        if problems:
+            more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ConfigError("--init-from", f"the weights in {path} do not fit this model:\n  "
+                              + "\n  ".join(problems[:8]) + more + "\n",
+                              "Use the model settings of that run (triscale config show --run RUN)")  # fmt: skip
+        load_whole(self.model, given, strict=False)  # all but the tied head, which is the embedding
+        tokenizer = path.parent.parent / "tokenizer.json"
+        if tokenizer.exists() and Tokenizer.load(tokenizer).hash != self.data.tokenizer.hash:
+            self.events.write(
+                "warning", message=f"the weights in {path} were trained with another tokenizer: their embeddings mean "
+                f"other text; --data.tokenizer={tokenizer} uses theirs"
+            )  # fmt: skip
 
     def state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Everything that survives a step, as tensors by file and JSON."""
@@ -207,22 +241,19 @@ class Trainer:
         train = self.config.train
         self.loader_state = self.loader.state_dict()
         last_save = time.monotonic()
-        if self.step == 0 and not self.curve:
-            self._evaluate()
         try:
+            self._evaluate_if_due()
             while self.step < train.steps:
                 self._one_step()
-                if train.eval_every and self.step % train.eval_every == 0 and self.step < train.steps:
-                    self._evaluate()
+                self._evaluate_if_due()
                 due = self.runtime.checkpoint_every and self.step % self.runtime.checkpoint_every == 0
                 late = time.monotonic() - last_save > self.runtime.checkpoint_seconds
                 if self.step == train.steps or self.step in self.keep_steps or due or late:
-                    if self.step == train.steps:
-                        self._evaluate()
                     self._save()
                     last_save = time.monotonic()
         except (Interrupted, DivergedError) as stop:
-            self._save()
+            with suppress(DivergedError):  # broken weights are not saved
+                self._save()
             outcome = "interrupted" if isinstance(stop, Interrupted) else "diverged"
             self.events.write("run.end", outcome=outcome, step=self.step, durable=True)
             raise
@@ -251,15 +282,17 @@ class Trainer:
                 (part * scale).backward()
                 loss = loss + float(part.detach()) / weight
                 if self.world.size == 1 and not loss < float("inf"):
-                    raise self._diverged(rows, batch)
+                    raise self._diverged("loss", rows, batch)
             loss = self.world.total(loss, self.device)
             if not loss < float("inf"):
-                raise self._diverged(rows, batch)
+                raise self._diverged("loss", rows, batch)
             self._check_interrupt()
+            norm = float(whole(self._clip()))
+            if not norm < float("inf"):  # applied, it would turn every weight into NaN
+                raise self._diverged("gradient", rows, batch)
         except (Interrupted, DivergedError):
             self.loader.load_state_dict(self.loader_state)  # the step never happened
             raise
-        norm = float(whole(self._clip()))
         self.optimizer.step()
         for module in self.model.modules():
             getattr(module, "after_optimizer_step", lambda process_group: None)(self.world.group)
@@ -301,23 +334,38 @@ class Trainer:
             if routers:
                 self.events.write("router", step=self.step, layers=routers)
 
+    def _evaluate_if_due(self) -> None:
+        """At the start, every ``eval_every`` steps and at the end; an interrupted evaluation is owed on resuming."""
+        train = self.config.train
+        end, every = self.step == train.steps, train.eval_every
+        if end or self.step == 0 or (every and self.step % every == 0):
+            known = bool(self.curve) and self.curve[-1][0] == self.step * train.batch_tokens
+            if not known or (end and self.last_eval is None):
+                self._evaluate()
+
     def _evaluate(self) -> None:
-        result = heldout_loss(self.model, self.heldout, self.config.train.micro_rows, self.precision)
+        result = heldout_loss(
+            self.model, self.heldout, self.config.train.micro_rows, self.precision, self.guard.check
+        )  # fmt: skip
+        if not result["loss"] < float("inf"):
+            raise DivergedError("held-out loss", self.step, [], "the weights of this step are the cause")
         tokens = self.step * self.config.train.batch_tokens
-        self.curve = [*self.curve, (tokens, result["loss"])]
+        self.curve = [*(point for point in self.curve if point[0] != tokens), (tokens, result["loss"])]
         self.last_eval = result
         self.events.write(
             "eval", step=self.step, tokens=tokens, eval_tokens=result["tokens"], loss=result["loss"],
             bits_per_byte=result["bits_per_byte"],
         )  # fmt: skip
 
-    def _diverged(self, rows, batch) -> DivergedError:
+    def _diverged(self, what: str, rows, batch) -> DivergedError:
         with autocast(self.device, self.precision):
             activation = largest_activation(self.model, batch)
         documents = sorted({name for row in rows.document_ids for name in row})
-        return DivergedError(self.step, documents, activation)
+        return DivergedError(what, self.step, documents, activation)
 
     def _save(self) -> None:
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise DivergedError("model", self.step, [], "its weights hold NaN; the checkpoint before them is kept")
         tensors, state = self.state()
         with self.world.in_turn():
             if self.world.first:
@@ -327,9 +375,7 @@ class Trainer:
         self.events.write("checkpoint", step=self.step, path=path.name, durable=True)
 
     def _finish(self) -> dict[str, Any]:
-        train = self.config.train
-        if not self.curve or self.curve[-1][0] != train.steps * train.batch_tokens:
-            self._evaluate()
+        assert self.last_eval is not None, "a run ends with an evaluation"
         result = self.partial_result() | {
             "outcome": "completed",
             "loss": self.curve[-1][1],

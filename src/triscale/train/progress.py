@@ -31,12 +31,19 @@ def short_time(seconds: float) -> str:
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
+class QuietConsole(Console):
+    """Falls silent when its reader has gone (a closed pipe or terminal): training is worth more than its progress."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress:
     """Follows the events of one run after another; use as a context manager and as an event listener."""
 
     def __init__(self, title: str = "", console: Console | None = None):
         self.title = title
-        self.console = console or Console(file=sys.stderr)
+        self.console = console or QuietConsole(file=sys.stderr)
         self.live: Live | None = None
         self.total, self.heldout, self.last_line, self.warned = 0, None, 0.0, 0
 

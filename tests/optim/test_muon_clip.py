@@ -329,9 +329,9 @@ def test_configs_build_and_round_trip():
 def test_small_gates_of_the_delta_rule_are_no_matrices():
     """By name: beta's projection, decay rates, their biases and the convolutions belong to AdamW."""
     from triscale.nn.context import BuildContext
-    from triscale.nn.delta_attention import DeltaAttention
+    from triscale.nn.delta_attention import KimiDeltaAttention
 
-    module = DeltaAttention.Config(heads=2).build(BuildContext(width=32, layer=0, depth=1))
+    module = KimiDeltaAttention.Config(heads=2).build(BuildContext(width=32, layer=0, depth=1))
     optimizer = MuonClip(module)
     rules = {rule.name: rule for rule in optimizer.rules.values()}
     adamw = {name for name, rule in rules.items() if rule.algorithm == "adamw"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from importlib import import_module
 
@@ -69,9 +68,6 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Entry point: user errors are one plain message and exit code 2, without a traceback."""
-    # Read when torch starts its threads. Spinning threads make small operators several times slower as soon as another
-    # program wants the same cores; sleeping ones cost a little on an idle machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of ending the command
             stream.reconfigure(errors="replace")

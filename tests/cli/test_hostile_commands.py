@@ -84,7 +84,7 @@ def test_study_settings_are_checked_and_a_stop_is_no_traceback(monkeypatch):
 
     monkeypatch.setitem(study.STUDIES, "mine", ("triscale.cli.fake_study", "Why?"))
     monkeypatch.setitem(sys.modules, "triscale.cli.fake_study", types.SimpleNamespace(run=run))
-    with pytest.raises(ConfigError, match=r"no such setting.*seeds"):
+    with pytest.raises(ConfigError, match=r"unknown setting.*seeds"):
         invoke("study", "mine", "--sedes=[1]")
     result = CliRunner().invoke(cli, ["study", "mine", "--seeds=[1]"])
     assert result.exit_code == 130 and "resumes" in result.output

@@ -194,7 +194,7 @@ class LadderRunner:
         steps = tuple(self._branch_step(cell, b) for b in branches)
         config = self.config(cell, tokens)
         if config.train.precision == "auto":
-            config = replace(config, train=replace(config.train, precision=self.precision))
+            config = replace(config, train=replace(config.train, precision=self.precision))  # type: ignore[arg-type]
         return Trainer(
             config, replace(self.runtime, keep=1), path,
             listeners=listeners, prepared=self.data(cell.rung, cell.arm), keep_steps=steps,

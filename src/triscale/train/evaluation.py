@@ -83,5 +83,5 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
         if same
         else "The runs were measured on different corpora or tokenizers: their losses cannot be compared."
     )
-    difference = describe_difference(*configs)
+    difference = describe_difference(configs[0], configs[1])
     return {"config": difference, "numbers": numbers, "same_corpus": same, "remark": remark}

@@ -102,6 +102,14 @@ def test_readme_tables_are_those_of_the_committed_record():
         assert body.strip() == printed.strip(), command
 
 
+def test_readme_speed_table_is_that_of_the_committed_measurements():
+    text = (ROOT / "README.md").read_text()
+    body = re.search(r"<!-- begin: python benchmarks/_table.py (\S+) -->\n(.*?)<!-- end -->", text, re.S)
+    command = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(ROOT / body[1])]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert body[2].strip() == printed.strip()
+
+
 def test_readme_links_exist():
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target

@@ -20,6 +20,7 @@ def worker(rank, ranks, port, config, runtime, path, stop):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     train(config, runtime, path, stop)
+    os._exit(0)  # gloo's threads may outlive the interpreter's teardown and abort the process after a passed test
 
 
 def train(config, runtime, path, stop=None):

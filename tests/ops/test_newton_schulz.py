@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from triscale.config import ConfigError
-from triscale.ops import orthogonalize
-from triscale.ops.newton_schulz import METHODS, orthogonalize_reference, why_not
+from triscale.ops import newton_schulz, orthogonalize
+from triscale.ops.newton_schulz import METHODS, orthogonalize_reference, product_flops, why_not
 
 DATA = Path(__file__).parents[1] / "data" / "parity" / "muon_op"
 GOLDEN = load_file(DATA / "io.safetensors")
@@ -130,6 +131,32 @@ def test_gram_form_agrees_with_the_product_form_where_it_runs(monkeypatch):
     monkeypatch.setitem(METHODS, "product_twin", dataclasses.replace(METHODS["gram5"], form="product"))
     assert torch.allclose(orthogonalize(x, "gram5"), orthogonalize(x, "product_twin"), atol=2e-4)
     assert torch.allclose(orthogonalize(x.double(), "gram5"), orthogonalize(x.double(), "product_twin"), atol=1e-11)
+
+
+@pytest.mark.parametrize("steps", [None, 3, 5])
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40), (3, 24, 64), (520, 1030)])
+@pytest.mark.parametrize("condition", [0, -3, -6])
+def test_two_steps_at_once_equal_one_after_the_other(shape, condition, steps, monkeypatch):
+    x = matrix_with(torch.logspace(0, condition, min(shape[-2:])), *shape[-2:]).expand(shape)
+    paired = [orthogonalize(x.to(d), "tight4", steps) for d in (torch.float64, torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(newton_schulz, "PAIR_MIN_ASPECT", float("inf"))
+    plain = [orthogonalize(x.to(d), "tight4", steps) for d in (torch.float64, torch.float32, torch.bfloat16)]
+    assert not torch.equal(paired[1], plain[1])  # the paths do differ
+    assert torch.allclose(paired[0], plain[0], atol=1e-12)
+    assert torch.allclose(paired[1], plain[1], atol=2e-5)
+    # bf16 rounds small singular values to noise in either form: neither may be further from orthogonal
+    errors = [(torch.linalg.svdvals(y[2].double()) - 1).abs().mean() for y in (paired, plain)]
+    assert abs(errors[0] - errors[1]) < 0.02
+
+
+@pytest.mark.parametrize("method", ["jordan5", "tight4", "gram5"])
+@pytest.mark.parametrize("shape", [(30, 300), (32, 32)])
+def test_product_flops_are_those_computed(method, shape):
+    if why_not(method, *shape, torch.float32, "cpu"):
+        pytest.skip("declined")
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(shape), method)
+    assert counter.get_total_flops() == product_flops(*shape, method)
 
 
 @pytest.mark.parametrize(

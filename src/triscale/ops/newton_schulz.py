@@ -27,9 +27,9 @@ class Method:
 
     coefficients: (a, b, c) per step; the last is repeated when more steps are asked for.
     scale, eps: the input is divided by ``scale * Frobenius norm + eps``.
-    form: "product" iterates on X; "tight" does too, after dividing by a tighter bound of the largest singular value;
-    "aol" replaces the norm by the diagonal scaling of Turbo-Muon; "gram" iterates on the Gram matrix alone and
-    multiplies X once at the end.
+    form: "product" iterates on X; "tight" does too, after dividing by a tighter bound of the largest singular value,
+    and takes two steps at a time through the Gram matrix where X is oblong; "aol" replaces the norm by the diagonal
+    scaling of Turbo-Muon; "gram" iterates on the Gram matrix alone and multiplies X once at the end.
     """
 
     coefficients: tuple[Triple, ...]
@@ -90,6 +90,7 @@ METHODS: dict[str, Method] = {
 
 GRAM_MIN_ASPECT = 8
 GRAM_RESTART = 2
+PAIR_MIN_ASPECT = 1.6  # two steps through the Gram matrix cost 5 p^3 + 2 p^2 q products instead of 2 p^3 + 4 p^2 q
 
 
 @torch.no_grad()
@@ -157,6 +158,16 @@ def why_not(method: str, rows: int, columns: int, dtype: torch.dtype, device: st
     return None
 
 
+def product_flops(rows: int, columns: int, method: str, steps: int | None = None) -> int:
+    """FLOPs of the matrix products that orthogonalising one matrix takes, each counted in full."""
+    rule, p, q = METHODS[method], min(rows, columns), max(rows, columns)
+    count = steps or len(rule.coefficients)
+    if rule.form == "gram":  # a step computes Z, then updates the factor and the Gram matrix except at either end
+        return 4 * p * p * q + 2 * p**3 * (count + (count - 1) + 2 * (count - 1))
+    pairs = count // 2 if rule.form == "tight" and _oblong(p, q) else 0
+    return pairs * (10 * p**3 + 4 * p * p * q) + (count - 2 * pairs) * (2 * p**3 + 4 * p * p * q)
+
+
 def _take(coefficients: tuple[Triple, ...], steps: int | None) -> tuple[Triple, ...]:
     if steps is None or steps == len(coefficients):
         return coefficients
@@ -180,37 +191,79 @@ def _by_pieces(batch: Tensor, coefficients: tuple[Triple, ...], tight: bool) -> 
 
     The size alone decides, not how many there are: the two kernels may round differently.
     """
+    iterate = _iterate_tight if tight else _iterate
     if batch.device.type != "cpu" or batch[0].numel() < LARGE:
-        return _iterate(batch, coefficients, tight)
+        return iterate(batch, coefficients)
     for matrix in batch:
-        matrix.copy_(_iterate(matrix, coefficients, tight))
+        matrix.copy_(iterate(matrix, coefficients))
     return batch
 
 
-def _iterate(x: Tensor, coefficients: tuple[Triple, ...], tight: bool) -> Tensor:
+def _iterate(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
     """The iteration X <- (a I + b S + c S^2) X on [B, m, n] or [m, n]; overwrites ``x``."""
     wide = x.shape[-2] <= x.shape[-1]
-    side = min(x.shape[-2:])
-    gram, poly = (torch.empty(*x.shape[:-2], side, side, dtype=x.dtype, device=x.device) for _ in range(2))
+    gram, poly = _squares(x, 2)
     other = torch.empty_like(x)
-    for index, (a, b, c) in enumerate(coefficients):
+    for a, b, c in coefficients:
         _symmetric(x, x.mT, gram) if wide else _symmetric(x.mT, x, gram)
-        if tight and index == 0:
-            _symmetric(gram, gram, poly)
-            _scaled_polynomial(gram, poly, a, b, c)
-        else:
-            _symmetric(gram, gram, poly, gram, b, c)
-            if tight:  # cheaper than adding a X to the product; in bf16 it costs the published methods accuracy
-                poly.diagonal(dim1=-2, dim2=-1).add_(a)
-        factors = (poly, x) if wide else (x, poly)
-        _matmul(*factors, other, None if tight else x, a, 1.0)
+        _symmetric(gram, gram, poly, gram, b, c)
+        # a X is added to the product, not a I to the polynomial: in bf16 that would cost the published methods accuracy
+        _matmul(*((poly, x) if wide else (x, poly)), other, x, a, 1.0)
         x, other = other, x
     return x
 
 
+def _iterate_tight(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
+    """The same with the first step scaled by the Schatten norm; overwrites ``x``.
+
+    Oblong matrices take two steps for one update of X: the second step's Gram matrix is P S P with P the first step's
+    polynomial. S is taken anew from X after each pair, so its rounding errors are never carried further than that.
+    """
+    wide = x.shape[-2] <= x.shape[-1]
+    pairs = _oblong(*sorted(x.shape[-2:]))
+    gram, poly, second, product = _squares(x, 4)
+    other = torch.empty_like(x)
+    index = 0
+    while index < len(coefficients):
+        _symmetric(x, x.mT, gram) if wide else _symmetric(x.mT, x, gram)
+        _tight_polynomial(gram, poly, coefficients[index], first=index == 0)
+        factor = poly
+        if pairs and index + 1 < len(coefficients):
+            index += 1
+            _matmul(gram, poly, product, None, 0.0, 1.0)
+            _symmetric(poly, product, gram)
+            _tight_polynomial(gram, second, coefficients[index], first=False)
+            factor = _symmetric(second, poly, product)
+        _matmul(*((factor, x) if wide else (x, factor)), other, None, 0.0, 1.0)
+        x, other = other, x
+        index += 1
+    return x
+
+
+def _oblong(small: int, large: int) -> bool:
+    return large >= PAIR_MIN_ASPECT * small
+
+
+def _squares(x: Tensor, count: int) -> list[Tensor]:
+    """Workspaces of the Gram matrix's shape."""
+    side = min(x.shape[-2:])
+    return [torch.empty(*x.shape[:-2], side, side, dtype=x.dtype, device=x.device) for _ in range(count)]
+
+
+def _tight_polynomial(gram: Tensor, out: Tensor, triple: Triple, first: bool) -> None:
+    """out = a I + b S + c S^2; the first step's S is divided by the square of the Schatten norm, and the result by it."""
+    a, b, c = triple
+    if first:
+        _symmetric(gram, gram, out)
+        _scaled_polynomial(gram, out, a, b, c)
+    else:
+        _symmetric(gram, gram, out, gram, b, c)
+        out.diagonal(dim1=-2, dim2=-1).add_(a)
+
+
 def _symmetric(
     left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
-) -> None:
+) -> Tensor:
     """out = beta * plus + alpha * left @ right, known to be symmetric: a large one mirrors a quarter of itself."""
     if out.ndim == 2 and out.shape[-1] >= HALVES and out.device.type == "cpu":
         half = out.shape[-1] // 2
@@ -220,6 +273,7 @@ def _symmetric(
         out[:half, half:] = out[half:, :half].mT
     else:
         _matmul(left, right, out, plus, beta, alpha)
+    return out
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None, beta: float, alpha: float) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from triscale.config import TriScaleError
-from triscale.ops.newton_schulz import METHODS, orthogonalize
+from triscale.ops.newton_schulz import METHODS, orthogonalize, product_flops
 
 from .adamw import check_rates
 from .base import RuleOptimizer, local
@@ -167,12 +167,9 @@ class MuonClip(RuleOptimizer):
         """FLOPs of the orthogonalisation in one step, every matrix product counted in full."""
         total = 0
         for group in self.param_groups:
-            rule = METHODS[group["orthogonalizer"]]
-            steps = group["ns_steps"] or len(rule.coefficients)
             for parameter in group["params"] if group["algorithm"] == "muon" else ():
                 for count, rows, columns in self.rules[id(parameter)].shapes(parameter.shape):
-                    small, large = min(rows, columns), max(rows, columns)
-                    total += count * steps * (4 * small**2 * large + 2 * small**3)
+                    total += count * product_flops(rows, columns, group["orthogonalizer"], group["ns_steps"])
         return total
 
     def update_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

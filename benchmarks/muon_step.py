@@ -7,15 +7,23 @@ ratio without a method's name) and the same five Jordan steps ("jordan5", the de
 error.*: mean |singular value - 1| of the update on Gaussian matrices and at condition number 1e3 (log-uniform singular
 values), with the same bf16 arithmetic. peak: our share of the measured bf16 matrix-product rate on mix100m, counting
 the products computed, each in full.
+demo_step: one training step of the demo's largest model with MuonClip as the demo configures it; demo_optimizer: the
+optimizer's part of it. optimizer_share, in meta, is the second over the first.
 """
 
 from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from _measure import arguments, interleave, matmul_peak, report
+from triscale.ladder.config import load_ladder
+from triscale.nn.batch import TokenBatch
 from triscale.ops import orthogonalize
 from triscale.ops.newton_schulz import product_flops
 from triscale.optim import MuonClip
@@ -73,9 +81,33 @@ def errors() -> dict[str, dict[str, float]]:
     }
 
 
+def demo_step(repeats: int) -> dict[str, float]:
+    """Median seconds of a training step on the demo's largest rung, and of the optimizer in it."""
+    ladder = load_ladder("demo")
+    config = ladder.run_config(ladder.rungs[-1], ladder.arm("muonclip"), seed=0)
+    model = replace(config.model, vocabulary=config.data.vocabulary_size).build(seed=0).train()
+    optimizer = config.optimizer.build(model)
+    rows = config.train.micro_batch_tokens // config.train.row_length
+    generator = torch.Generator().manual_seed(0)
+    times: dict[str, list[float]] = {"demo_step": [], "demo_optimizer": []}
+    for step in range(2 + 3 * repeats):
+        tokens = torch.randint(0, model.config.vocabulary, (rows, config.train.row_length), generator=generator)
+        batch = TokenBatch.from_rows(tokens, None, tokens.roll(-1, 1), torch.ones(tokens.shape))
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        (model(batch) / tokens.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        middle = time.perf_counter()
+        optimizer.step()
+        if step >= 2:
+            times["demo_step"].append(time.perf_counter() - start)
+            times["demo_optimizer"].append(time.perf_counter() - middle)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def main() -> None:
     options = arguments(__doc__ or "", repeats=7)
-    medians, ratios = {}, {}
+    medians, ratios = demo_step(options.repeats), {}
     for mix, shapes in MIXES.items():
         peer = torch.optim.Muon(parameters(shapes, True), adjust_lr_fn="match_rms_adamw", **SETTINGS)
         steps = {"torch": peer.step}
@@ -92,7 +124,12 @@ def main() -> None:
     for kind, values in errors().items():
         medians |= {f"error.{kind}.{name}": value for name, value in values.items()}
         ratios |= {_named(f"error.{kind}", m): values["torch"] / values[m] for m in METHODS_RUN}
-    meta = {"peak_bf16_flops": peak, **{f"parameters.{m}": sum(map(_size, s)) for m, s in MIXES.items()}}
+    share = medians["demo_optimizer"] / medians["demo_step"]
+    meta = {
+        "peak_bf16_flops": peak,
+        "optimizer_share": share,
+        **{f"parameters.{m}": sum(map(_size, s)) for m, s in MIXES.items()},
+    }
     report(meta, medians, ratios, options.json)
 
 

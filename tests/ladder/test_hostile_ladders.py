@@ -162,10 +162,10 @@ def test_a_diverged_run_is_remembered_with_its_config(make_ladder, runtime, tmp_
     trainer = runner._trainer(cell, tmp_path / "run", 256, (), ())
     trainer.directory.open(trainer.config, runtime)
     (tmp_path / "run" / "diverged.json").write_text(json.dumps({"outcome": "diverged"}))
-    assert runner._train(trainer) == {"outcome": "diverged"}
+    assert runner.train(trainer) == {"outcome": "diverged"}
     changed = LadderRunner(make_ladder({"base": {"optimizer": {"lr": 1e-4}}}), tmp_path, runtime)
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
-        changed._train(changed._trainer(cell, tmp_path / "run", 256, (), ()))
+        changed.train(changed._trainer(cell, tmp_path / "run", 256, (), ()))
 
 
 def test_matching_gives_up_on_a_width_that_changes_nothing():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-# name: (module, question); each module has run(output: Path, **settings)
+# name: (module, question); each module has run(output: Path, **settings), and may have plan(**settings) -> str, its cost
 STUDIES: dict[str, tuple[str, str]] = {
     "memory-tasks": (
         "triscale.studies.memory_tasks",
@@ -27,7 +27,7 @@ STUDIES: dict[str, tuple[str, str]] = {
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", required=False)
 @click.option("--output", type=click.Path(path_type=Path), help="Result folder [default: runs/study-NAME].")
-@click.option("--dry-run", is_flag=True, help="Print the settings it would run with; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the settings and, where known, the cost; run nothing.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[--setting=VALUE]...")
 def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[str, ...]) -> None:
     """Run the study NAME (or list them all); running it again resumes."""
@@ -40,7 +40,8 @@ def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[
         return
     if name not in STUDIES:
         raise ConfigError("study", f"no study is called {name!r}", f"Known: {', '.join(STUDIES)}")
-    run = import_module(STUDIES[name][0]).run
+    module = import_module(STUDIES[name][0])
+    run = module.run
     known = {key: p.default for key, p in inspect.signature(run).parameters.items() if key != "output"}
     chosen = parse_overrides(settings)
     for key in chosen:
@@ -53,6 +54,8 @@ def study(name: str | None, output: Path | None, dry_run: bool, settings: tuple[
         click.echo(f"{STUDIES[name][1]}\nresult folder {folder}")
         for key, value in {**known, **chosen}.items():
             click.echo(f"  {key:<20} {value!r}")
+        if hasattr(module, "plan"):
+            click.echo(module.plan(**chosen))
         return
     try:
         run(folder, **chosen)

@@ -48,9 +48,9 @@ def rung_multiplier(pairs: RungPairs, curve: BudgetCurve | None) -> RungMultipli
         return RungMultiplier(reason="the baseline's loss does not clearly fall over its token budgets")
 
     def mean_log(parameters: np.ndarray) -> float:
-        return float(np.mean([_log_tokens(pair, curve, parameters) for pair in completed]))
+        return float(np.mean([log_tokens(pair, curve, parameters) for pair in completed]))
 
-    needed = [_log_tokens(pair, curve, curve.parameters) for pair in completed]
+    needed = [log_tokens(pair, curve, curve.parameters) for pair in completed]
     tokens = [math.log(pair.arm.tokens) for pair in completed]
     logs = {"tokens": [a - b for a, b in zip(needed, tokens, strict=True)]}
     for cost in ("flops", "seconds"):
@@ -63,7 +63,7 @@ def rung_multiplier(pairs: RungPairs, curve: BudgetCurve | None) -> RungMultipli
     return RungMultiplier(logs, curve.variance_of(mean_log), curve.df, extrapolated)
 
 
-def _log_tokens(pair: Pair, curve: BudgetCurve, parameters: np.ndarray) -> float:
+def log_tokens(pair: Pair, curve: BudgetCurve, parameters: np.ndarray) -> float:
     """log tokens the pair's baseline needs for the arm's loss, on the curve shifted through the pair's own baseline."""
     expected = float(np.exp(curve.log_loss(math.log(pair.arm.tokens), parameters)))
     return curve.log_tokens_for(pair.arm_loss * expected / pair.baseline_loss, parameters)

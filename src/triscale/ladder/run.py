@@ -173,7 +173,7 @@ class LadderRunner:
         longest = max(cell.budgets)
         branches = [b for b in cell.budgets if b != longest]
         trunk = self._trainer(cell, folder / f"tokens{longest}", longest, listeners, branches)
-        results: dict[int, dict[str, Any]] = {longest: self._train(trunk)}
+        results: dict[int, dict[str, Any]] = {longest: self.train(trunk)}
         for tokens in branches:
             path = folder / f"tokens{tokens}"
             trainer = self._trainer(cell, path, tokens, listeners, ())
@@ -181,7 +181,7 @@ class LadderRunner:
             if shared and not RunDirectory(path).finished:
                 branch_from(trunk.directory, self._branch_step(cell, tokens), path)
             progress.title = progress.title.split(" branch")[0] + f" branch at {tokens:,} tokens"
-            results[tokens] = self._train(trainer)
+            results[tokens] = self.train(trainer)
         summary = self._summarise(cell, folder, results)
         summary.save(folder / "summary.json")
         for path in folder.glob("tokens*/checkpoints/step_*"):
@@ -211,7 +211,7 @@ class LadderRunner:
         return own.train.steps
 
     @staticmethod
-    def _train(trainer: Trainer) -> dict[str, Any]:
+    def train(trainer: Trainer) -> dict[str, Any]:
         """The result, or what is known of a run that diverged: a fact about the arm, not a failure of the ladder."""
         marker = trainer.directory.path / "diverged.json"
         if marker.exists():
@@ -220,7 +220,9 @@ class LadderRunner:
         try:
             return trainer.train()
         except DivergedError as error:
-            result = trainer.partial_result() | {"outcome": "diverged", "message": str(error)}
+            result = trainer.partial_result() | {
+                "outcome": "diverged", "diverged_at": error.step, "message": str(error),
+            }  # fmt: skip
             write_json(marker, result)
             return result
 

@@ -40,6 +40,25 @@ def interleave(candidates: dict[str, Callable[[], Any]], repeats: int, warmup: i
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def compare(
+    base: Callable[[], Any], ours: Callable[[], Any], repeats: int, warmup: int = 2
+) -> tuple[float, float, list[float]]:
+    """For small differences: median seconds of both, and the quartiles of ours / base over neighbouring pairs.
+
+    A pair's two runs lie next to each other and take turns at going first, so drifts of the machine cancel in its ratio.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(warmup + repeats):
+        for place in (0, 1) if round_number % 2 else (1, 0):
+            start = time.perf_counter()
+            (base, ours)[place]()
+            if round_number >= warmup:
+                times[place].append(time.perf_counter() - start)
+    ratios = [b / a for a, b in zip(*times, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive")
+    return statistics.median(times[0]), statistics.median(times[1]), quartiles
+
+
 def matmul_peak(dtype: Any, size: int = 1024, seconds: float = 1.0) -> float:
     """Measured FLOP/s of a large matrix product: the yardstick of utilisation."""
     import torch

@@ -2,7 +2,8 @@
 
 The same decoder twice (8 layers, block of 4 sublayers), differing in the residual connection alone, at width 256 and at
 width 1,024 (the share falls with width), over softmax attention and over the 3:1 hybrid. A ratio is plain / AttnRes:
-0.87 means that the step takes 15 % longer. ``autograd_mixing`` compares the operator with autograd of its definition.
+0.87 means that the step takes 15 % longer; it is the median over neighbouring pairs of runs (``meta`` holds their
+quartiles). ``autograd_mixing`` compares the operator with autograd of its definition.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from _measure import arguments, interleave, report
+from _measure import arguments, compare, interleave, report
 from triscale.config import from_dict
 from triscale.models.decoder import Decoder
 from triscale.nn.batch import TokenBatch
@@ -87,18 +88,21 @@ def main() -> None:
     options = arguments(__doc__ or "", repeats=9)
     medians: dict[str, float] = {}
     ratios: dict[str, float] = {}
-    shares: dict[str, float] = {}
+    shares: dict[str, object] = {}
     for width, rows, length in ((256, 2, 512), (1024, 1, 256)):
         for mixer in MIXERS:
             models = {residual: build(width, mixer, residual) for residual in RESIDUALS}
-            repeats = options.repeats if width == 256 else max(3, options.repeats // 3)
+            repeats = options.repeats if width == 256 else max(5, options.repeats // 3)
             for task, make in (("decode", decoding), ("training", lambda m, r=rows, n=length: training(m, r, n))):
-                times = interleave({name: make(model) for name, model in models.items()}, repeats, warmup=1)
+                # decode steps are short: more pairs of them
+                pairs = 5 * repeats if task == "decode" and width == 256 else repeats
+                plain, attnres, quartiles = compare(make(models["plain"]), make(models["attnres"]), pairs)
                 print(f"measured {task} at width {width} over {mixer}", file=sys.stderr)
                 key = f"{task}_{width}" if mixer == "attention" else f"{task}_{mixer}_{width}"
-                medians |= {f"{key}_{name}": seconds for name, seconds in times.items()}
-                ratios[key] = times["plain"] / times["attnres"]
-                shares[f"{key}_extra_percent"] = 100 * (times["attnres"] / times["plain"] - 1)
+                medians |= {f"{key}_plain": plain, f"{key}_attnres": attnres}
+                ratios[key] = 1 / quartiles[1]
+                low, middle, high = (100 * (ratio - 1) for ratio in quartiles)
+                shares |= {f"{key}_extra_percent": middle, f"{key}_extra_percent_quartiles": [low, high]}
     alone = interleave(
         {"operator": mixing(mix_over_depth), "definition": mixing(mix_over_depth_reference)}, options.repeats, warmup=2
     )

@@ -1,5 +1,6 @@
 """Residual connections against the control flow of the paper, written out as one loop."""
 
+import copy
 import itertools
 
 import pytest
@@ -208,18 +209,85 @@ def test_two_phase_with_the_norm_for_any_dtype_and_number_of_tokens(tokens, dtyp
         torch.testing.assert_close(linked(x), plain(x), **tolerance)
 
 
+def scaled_in_place(connection):
+    connection.proj.weight.add_(0.3)
+    connection.norm.weight.mul_(1.1)
+
+
+def replaced_parameters(connection):
+    connection.norm.weight = nn.Parameter(connection.norm.weight * 1.1)
+    connection.proj.weight = nn.Parameter(connection.proj.weight + 0.3)
+
+
+def replaced_data(connection):  # leaves the version counter as it is
+    connection.proj.weight.data = connection.proj.weight.data + 0.3
+    connection.norm.weight.data = connection.norm.weight.data * 1.1
+
+
+def replaced_modules(connection):
+    norm = RMSNorm(WIDTH, connection.norm.eps, dtype=torch.float64)
+    norm.weight.copy_(connection.norm.weight * 1.1)
+    connection.norm = norm
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+@pytest.mark.parametrize("change", [scaled_in_place, replaced_parameters, replaced_data, replaced_modules])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_two_phase_follows_changed_weights(mode):
+def test_two_phase_follows_changed_weights(mode, change, tokens):
     plain, linked = (Sublayers(BlockAttentionResidual.Config(block=3), 4) for _ in range(2))
     link_depth(list(linked.connections), linked.output)
-    for step in range(3):
+    before = None
+    for _ in range(3):
+        x = embedding()[:, :tokens]
         with mode():
-            torch.testing.assert_close(linked(embedding(step)), plain(embedding(step)))
+            out = linked(x)
+            torch.testing.assert_close(out, plain(x))
+        assert before is None or (out - before).abs().max() > 1e-4
+        before = out
         with torch.no_grad():
             for model in (plain, linked):
-                for connection in model.connections:
-                    connection.proj.weight.add_(0.3)
-                    connection.norm.weight = nn.Parameter(connection.norm.weight * 1.1)
+                for connection in (*model.connections, model.output):
+                    change(connection)
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_two_phase_follows_a_training_step_a_change_of_dtype_and_a_copy(tokens):
+    plain, linked = (Sublayers(BlockAttentionResidual.Config(block=3), 4) for _ in range(2))
+    link_depth(list(linked.connections), linked.output)
+    x = embedding()[:, :tokens]
+
+    def agree(a, b, dtype):
+        a.eval(), b.eval()
+        with torch.inference_mode():
+            torch.testing.assert_close(a(x.to(dtype)), b(x.to(dtype)))
+        a.train(), b.train()
+
+    agree(linked, plain, torch.float64)
+    for model in (plain, linked):  # a step between two decodes
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(x).square().sum().backward()
+        optimizer.step()
+    agree(linked, plain, torch.float64)
+    agree(linked.float(), plain.float(), torch.float32)
+    agree(linked.double(), plain.double(), torch.float64)
+    twin = copy.deepcopy(linked)
+    with torch.no_grad():
+        for model in (plain, twin):
+            for connection in model.connections:
+                scaled_in_place(connection)
+    agree(twin, plain, torch.float64)
+    assert (twin(x) - linked(x)).abs().max() > 1e-4  # the copy folds its own weights, the original still its own
+
+
+def test_one_token_survives_extreme_and_broken_values():
+    """Python numbers must behave as tensors do: no overflow error, and a NaN stays a NaN."""
+    model = Sublayers(BlockAttentionResidual.Config(block=3), 4).float()
+    link_depth(list(model.connections), model.output)
+    with torch.no_grad():
+        for connection in (*model.connections, model.output):
+            connection.proj.weight.mul_(1e4)
+        for scale, finite in ((1e-30, True), (1.0, True), (1e15, True), (float("nan"), False), (float("inf"), False)):
+            assert model(torch.full((1, 1, WIDTH), scale)).isfinite().all() == finite
 
 
 def test_two_phase_stays_off_in_training():

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,17 +97,17 @@ class AttentionResidual(nn.Module):
         nn.init.zeros_(self.proj.weight)
         self.norm = RMSNorm(context.width, context.norm_eps, **context.factory)
         self.eps = context.norm_eps
-        self._folded: tuple[tuple | None, two_phase.Folded] | None = None
-        self.following: tuple[AttentionResidual, ...] = ()  # set by link_depth; a tuple, so not a submodule
+        self.following: two_phase.FoldCache | None = None  # queries of the readers of what is sealed here: link_depth
 
     def read(self, state: DepthState, norm: nn.Module | None = None) -> Tensor:
         """[1, N, width]: the mixture over depth, with ``norm`` applied when given (fused: nothing more is kept)."""
         partial = state.partial
         if state.ahead is not None and partial is not None:
             return self._read_ahead(state.ahead, partial, norm)
-        first = state.blocks[0] if state.blocks else partial
-        assert first is not None
-        with _no_autocast(first.device.type):  # scores, softmax and sum stay fp32
+        if not state.blocks:  # a single source: the embedding
+            assert partial is not None
+            return partial if norm is None else norm(partial)
+        with _no_autocast(state.blocks[0].device.type):  # scores, softmax and sum stay fp32
             return self._read(state, norm)
 
     def _read_ahead(
@@ -119,7 +119,7 @@ class AttentionResidual(nn.Module):
 
     def _read(self, state: DepthState, norm: nn.Module | None) -> Tensor:
         sources = [*state.blocks] if state.partial is None else [*state.blocks, state.partial]
-        fused = isinstance(norm, RMSNorm) and len(sources) > 1
+        fused = isinstance(norm, RMSNorm)
         mixed = mix_over_depth(
             sources,
             self.proj.weight,
@@ -136,7 +136,8 @@ class AttentionResidual(nn.Module):
         blocks, partial, inverse, ahead = state
         first = blocks[0] if blocks else partial
         assert first is not None
-        output = output.to(first.dtype)  # sums are kept in the embedding's dtype, also under autocast
+        if output.dtype != first.dtype:
+            output = output.to(first.dtype)  # sums are kept in the embedding's dtype, also under autocast
         if partial is not None and self.index % self.block == 0:
             with _no_autocast(partial.device.type):
                 return self._seal((*blocks, partial), state, output)
@@ -144,35 +145,18 @@ class AttentionResidual(nn.Module):
         return DepthState(blocks, output if partial is None else partial + output, inverse, ahead)
 
     def _seal(self, blocks: tuple[Tensor, ...], state: DepthState, output: Tensor) -> DepthState:
-        single = output.numel() == output.shape[-1]  # for one token phase one pays even for a single reader
-        if len(self.following) > (0 if single else 1) and not torch.is_grad_enabled():
-            folded = self._folded_queries(blocks[0].dtype)
-            if folded is not None and len(folded.rows) * blocks[0].numel() <= two_phase.LIMIT:
-                assert self.index is not None
-                ahead = two_phase.look_ahead(self.index + 1, blocks, folded, self.eps, state.ahead)
-                return DepthState(blocks, output, (), ahead)
+        if self.following is not None and not torch.is_grad_enabled():
+            single = output.numel() == output.shape[-1]  # for one token phase one pays even for a single reader
+            readers = len(self.following)
+            if readers > (0 if single else 1) and readers * output.numel() <= two_phase.LIMIT:
+                folded = self.following.get(output.dtype)
+                if folded is not None:
+                    assert self.index is not None
+                    ahead = two_phase.look_ahead(self.index + 1, blocks, folded, self.eps, state.ahead)
+                    return DepthState(blocks, output, (), ahead)
         known = state.inverse_rms if len(state.inverse_rms) == len(blocks) - 1 else ()  # () after a two-phase step
         missing = tuple(inverse_rms_of(block, self.eps) for block in blocks[len(known) :])
         return DepthState(blocks, output, (*known, *missing))
-
-    def _folded_queries(self, dtype: torch.dtype) -> two_phase.Folded | None:
-        """Query * norm weight of the sublayers that read the blocks sealed here; None if sharded.
-
-        Kept until one of the parameters changes, moves or is replaced. (Attribute access on modules is slow enough to
-        matter at one token a call, hence the dictionaries.)
-        """
-        parts = [other._modules for other in self.following]
-        queries = [part["proj"]._parameters["weight"] for part in parts]  # type: ignore[union-attr]
-        norms = [part["norm"]._parameters["weight"] for part in parts]  # type: ignore[union-attr]
-        if hasattr(queries[0], "device_mesh"):
-            return None  # DTensors: other layers' parameters are not at hand
-        work = torch.promote_types(dtype, torch.float32)
-        counted = not queries[0].is_inference()  # type: ignore[union-attr]
-        key = (work, *((p.data_ptr(), p._version) for p in (*queries, *norms))) if counted else None  # type: ignore
-        if self._folded is None or key is None or self._folded[0] != key:
-            matrix = torch.cat(queries).to(work) * torch.stack(norms).to(work)  # type: ignore[arg-type]
-            self._folded = key, two_phase.Folded(matrix, matrix.unbind(0))
-        return self._folded[1]
 
     def parameter_roles(self) -> dict[str, Role]:
         return {"proj.weight": Role(kind="depth_query", initial="zeros")}
@@ -223,8 +207,9 @@ def link_depth(connections: Sequence[nn.Module], output: nn.Module) -> None:
         return
     for place, connection in enumerate(chain[:-1]):
         assert isinstance(connection, AttentionResidual)
-        readers = chain[place + 1 : place + 1 + connection.block] if place % connection.block == 0 else []
-        connection.following = tuple(readers)  # type: ignore[arg-type]
+        readers: Any = chain[place + 1 : place + 1 + connection.block]
+        seals = place % connection.block == 0
+        connection.following = two_phase.FoldCache(readers) if seals else None
 
 
 def _no_autocast(device: str) -> AbstractContextManager:

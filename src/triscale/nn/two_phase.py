@@ -12,11 +12,12 @@ arithmetic, so :class:`AheadOfOne` does the same with Python numbers wherever a 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triscale.ops.depth_attention import inverse_rms_of
@@ -26,10 +27,47 @@ LIMIT = 1 << 26
 
 
 class Folded(NamedTuple):
-    """Query * norm weight of the coming sublayers: [Q, D], and the same as Q vectors."""
+    """Query * norm weight of the coming sublayers: [Q, D], and the same as Q vectors; a vector of zeros."""
 
     matrix: Tensor
     rows: tuple[Tensor, ...]
+    zeros: Tensor
+
+
+class FoldCache:
+    """The folded queries of some sublayers, kept until one of their parameters changes, moves or is replaced.
+
+    Checked for every block and token, hence through the modules' own dictionaries (attribute access on modules is
+    slow). No other tensor can take over an address that was seen: ``_kept`` holds the memory.
+    """
+
+    def __init__(self, readers: Sequence[nn.Module]):
+        self._parts = [(reader._modules, name) for name in ("proj", "norm") for reader in readers]
+        self._seen: list[tuple[int, int]] | None = None
+        self._kept: list[Tensor] = []
+        self._folded: Folded | None = None
+
+    def __len__(self) -> int:
+        return len(self._parts) // 2
+
+    def get(self, dtype: torch.dtype) -> Folded | None:
+        """In the working dtype of blocks of ``dtype``; None if the parameters are sharded (not at hand)."""
+        weights: Any = [parts[name]._parameters["weight"] for parts, name in self._parts]  # type: ignore[union-attr]
+        try:
+            seen = [(weight.data_ptr(), weight._version) for weight in weights]
+        except RuntimeError:  # inference tensors count no versions, DTensors have no address
+            seen = None
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        if seen is None or seen != self._seen or self._folded is None or self._folded.matrix.dtype != work:
+            self._folded, self._seen = self._fold(weights, work), seen
+        return self._folded
+
+    def _fold(self, weights: list[Tensor], work: torch.dtype) -> Folded | None:
+        if hasattr(weights[0], "device_mesh"):
+            return None
+        self._kept = kept = [weight.detach() for weight in weights]
+        matrix = torch.cat(kept[: len(self)]).to(work) * torch.stack(kept[len(self) :]).to(work)
+        return Folded(matrix, matrix.unbind(0), torch.zeros_like(matrix[0]))
 
 
 class Ahead(NamedTuple):
@@ -77,8 +115,8 @@ class AheadOfOne(NamedTuple):
             value = value.to(mixed.dtype)
         score = torch.dot(value, self.folded.rows[row]).item() * _inverse_rms(value, eps)
         h = torch.lerp(mixed, value, _sigmoid(score - self.log_sum[row]))
-        if norm is not None:
-            h = (h * norm[0]).mul_(_inverse_rms(h, norm[1]))
+        if norm is not None:  # one call for h * weight * inverse RMS
+            h = torch.addcmul(self.folded.zeros, h, norm[0], value=_inverse_rms(h, norm[1]))
         return h.view(partial.shape) if h.dtype == partial.dtype else h.to(partial.dtype).view(partial.shape)
 
 
@@ -87,12 +125,15 @@ def look_ahead(
 ) -> Ahead | AheadOfOne:
     """Phase one; ``before`` is the previous block's, if there was one. Computed in the dtype of ``folded``."""
     width, work = folded.matrix.shape[1], folded.matrix.dtype
-    values = torch.cat(tuple(blocks)).to(work)
-    tokens = blocks[0].numel() // width
-    if tokens == 1 and values.device.type == "cpu":
+    values = torch.cat(tuple(blocks))
+    if values.dtype != work:
+        values = values.to(work)
+    tokens = values.numel() // (width * len(blocks))
+    if tokens == 1 and values.is_cpu:
+        values = values.view(len(blocks), width)
         known = before.inverse if isinstance(before, AheadOfOne) else ()
-        missing = (_inverse_rms(block.view(-1).to(work), eps) for block in blocks[len(known) :])
-        return _look_ahead_of_one(first, values.view(len(blocks), width), folded, (*known, *missing))
+        missing = [_inverse_rms(value, eps) for value in values[len(known) :].unbind(0)]
+        return _look_ahead_of_one(first, values, folded, (*known, *missing))
     values = values.view(len(blocks), tokens, width)
     inverse = inverse_rms_of(values, eps).view(len(blocks), tokens, 1)
     scores = (values @ folded.matrix.mT).mul_(inverse)  # [n, tokens, Q]
@@ -103,14 +144,18 @@ def look_ahead(
 
 
 def _look_ahead_of_one(first: int, values: Tensor, folded: Folded, inverse: tuple[float, ...]) -> AheadOfOne:
-    """values [n, D]."""
-    scores = (folded.matrix @ values.mT).mul_(torch.tensor(inverse, dtype=values.dtype))  # [Q, n]
-    weights = torch.softmax(scores, dim=1)
+    """values [n, D]. The softmax over a handful of sources is cheaper in Python than its kernels are to call."""
+    weights = array("d" if values.dtype == torch.float64 else "f")
     log_sum = []
-    for row, weight in zip(scores.tolist(), weights.tolist(), strict=True):
-        best = max(range(len(row)), key=row.__getitem__)
-        log_sum.append(row[best] - math.log(weight[best]))
-    return AheadOfOne(first, folded, (weights @ values).unbind(0), log_sum, inverse)
+    for products in torch.mm(folded.matrix, values.mT).tolist():  # [Q, n]
+        scores = [product * scale for product, scale in zip(products, inverse, strict=True)]
+        best = max(scores)
+        exponentials = [math.exp(score - best) for score in scores]
+        total = sum(exponentials)
+        weights.extend([value / total for value in exponentials])
+        log_sum.append(best + math.log(total))
+    mixing = torch.frombuffer(weights, dtype=values.dtype).view(len(log_sum), len(inverse))
+    return AheadOfOne(first, folded, torch.mm(mixing, values).unbind(0), log_sum, inverse)
 
 
 def _inverse_rms(value: Tensor, eps: float) -> float:

@@ -156,4 +156,4 @@ def test_plans_say_what_a_study_costs(tmp_path, corpus):
 
 def test_a_page_names_the_command_that_makes_it_again():
     command = page.command_line("qk-clip", qk_clip.run, {"seeds": [4], "tokens": 400_000, "base": {"a": {"b": "c"}}})
-    assert command == 'triscale study qk-clip --seeds=[4] --base.a.b="c"'
+    assert command == "triscale study qk-clip '--seeds=[4]' '--base.a.b=\"c\"'"

@@ -82,7 +82,7 @@ def run(
     """
     settings = {"seeds": seeds, "arms": arms, "ladder": ladder}
     planned = _ladder(seeds, arms, ladder)
-    machine = from_dict(Runtime, runtime or {}, "runtime")
+    machine = _runtime(runtime)
     with Progress("muon-attribution:") as progress:
         tuning = tune(planned, output / "runs" / "tuning", machine, progress)
         rated = with_rates(planned, tuning)
@@ -106,13 +106,17 @@ def run(
 def plan(**settings: Any) -> str:
     """What :func:`run` with these settings would cost; times one step of every arm. The data are prepared for it."""
     chosen = defaults(run) | settings
-    machine = from_dict(Runtime, chosen["runtime"] or {}, "runtime")
+    machine = _runtime(chosen["runtime"])
     runner = LadderRunner(_ladder(chosen["seeds"], chosen["arms"], chosen["ladder"]), Path("unused"), machine)
     tuning, ladder = plan_tuning(runner), plan_ladder(runner)
     return "\n".join([
         "tuning (a rate at the edge of the grid adds more):", *tuning.lines(), "", "ladder:", *ladder.lines(), "",
         f"together about {tuning.minutes + ladder.minutes:.0f} minutes on this machine",
     ])  # fmt: skip
+
+
+def _runtime(given: dict[str, Any] | None) -> Runtime:
+    return from_dict(Runtime, {"log_logits_every": 10, **(given or {})}, "runtime")
 
 
 def _ladder(seeds: Any, arms: Any, ladder: dict[str, Any] | None) -> LadderConfig:

@@ -114,7 +114,9 @@ def _share(item: dict[str, Any]) -> str:
     if item["share"] is None:
         return "-"
     interval = item["share_interval"]
-    return f"{item['share']:.0%} " + (f"[{interval[0]:.0%}, {interval[1]:.0%}]" if interval else "[no interval]")
+    if interval is None:
+        return "unresolved: so is the gain"
+    return f"{item['share']:.0%} [{interval[0]:.0%}, {interval[1]:.0%}]"
 
 
 def _mean(losses: list[float | None]) -> str:
@@ -143,7 +145,8 @@ def _figure(study: dict[str, Any], path: Path) -> None:
         axis.set(xscale="log", xlim=(low, high), ylim=(len(known) - 0.5, -0.5), title=title,
                  xlabel="tokens saved (factor, log scale, 95 %)")  # fmt: skip
         axis.set_yticks(range(len(known)), list(known))
-        ticks = [t for t in (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6) if low <= t <= high]
+        fine, coarse = (0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2), (0.1, 0.25, 0.5, 1, 2, 4, 8)
+        ticks = [tick for tick in (fine if high < 3 * low else coarse) if low <= tick <= high]
         axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axis.set_xticks([], minor=True)
     save_figure(figure, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from pathlib import Path
@@ -17,7 +18,7 @@ def command_line(name: str, run: Callable[..., Any], settings: dict[str, Any]) -
     words = ["triscale study", name]
     for key, parameter in signature(run).parameters.items():
         if key not in ("output", "runtime") and key in settings and settings[key] != parameter.default:
-            words += [f"--{path}={json.dumps(value)}" for path, value in _leaves(key, settings[key])]
+            words += [shlex.quote(f"--{path}={json.dumps(value)}") for path, value in _leaves(key, settings[key])]
     return " ".join(words)
 
 

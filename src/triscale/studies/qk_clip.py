@@ -67,7 +67,7 @@ def run(
     command = command_line("qk-clip", run, settings)
     study = header(QUESTION, command, settings) | {"corpus": corpus, "growth": growth, "retrieval": retrieval}
     write_json(output / "results.json", study)
-    print(qk_clip_page.write(study, BASE, output))
+    print(qk_clip_page.write(study, overlay(BASE, base or {}), output))
     return study
 
 

@@ -31,7 +31,7 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
         f"with Muon and with MuonClip at threshold {settings['threshold']:g} from the same {len(settings['seeds'])} seeds, at "
         f"learning rates {', '.join(f'{r:g}' for r in settings['rates'])}; every step's largest logit is measured. The clip "
         "acts after a step, so the next forward pass may exceed the threshold by that step's growth: *above* counts such "
-        "steps, *highest* how far they went. `--base` changes the model or its training.",
+        "steps, *highest* how far they went.",
         f"**Retrieval.** Two layers read {settings['retrieval_facts']} facts and are asked for each of them, "
         f"{settings['retrieval_steps']} steps under each threshold; accuracy is of fresh questions (chance "
         "0.125), by the number of facts in the context and by the distance to the fact.",
@@ -85,7 +85,7 @@ def accuracy_difference(rows: list[Row], threshold: float) -> Estimate | None:
 
 def retrieval_table(rows: list[Row]) -> str:
     """One line a threshold, means over seeds."""
-    facts, far = list(rows[0]["by_facts"]), list(rows[0]["by_distance"])
+    facts, far = (sorted(rows[0][key], key=_first_number) for key in ("by_facts", "by_distance"))
     lines = []
     for threshold in dict.fromkeys(row["threshold"] for row in rows):
         group = [row for row in rows if row["threshold"] == threshold]
@@ -169,6 +169,10 @@ def _groups(rows: list[Row]) -> list[tuple[float, str, list[Row]]]:
     return [(rate, arm, [r for r in rows if (r["rate"], r["arm"]) == (rate, arm)]) for rate, arm in keys]
 
 
+def _first_number(text: str) -> int:
+    return int(text.split()[0])
+
+
 def _range(values: Any, form: str = "{:.1f}") -> str:
     known = [value for value in values if value is not None]
     if not known:
@@ -224,7 +228,7 @@ def _points(curve: list[tuple[int, float | None]], smooth: bool = False) -> tupl
 def _accuracy_panel(axis: Any, rows: list[Row]) -> None:
     thresholds = list(dict.fromkeys(row["threshold"] for row in rows))
     order = sorted(thresholds, key=lambda value: value or math.inf)
-    for facts in rows[0]["by_facts"]:
+    for facts in sorted(rows[0]["by_facts"], key=_first_number):
         scores = [[row["by_facts"][facts] for row in rows if row["threshold"] == threshold] for threshold in order]
         means = [sum(group) / len(group) for group in scores]
         (line,) = axis.plot(range(len(order)), means, marker=".", label=f"{facts} facts")

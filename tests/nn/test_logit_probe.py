@@ -10,7 +10,7 @@ from triscale.nn.batch import TokenBatch
 from triscale.nn.context import BuildContext
 from triscale.nn.grouped_query_attention import GroupedQueryAttention
 from triscale.nn.initialize import initialize
-from triscale.nn.logit_probe import observe, record
+from triscale.nn.logit_probe import observe
 from triscale.ops import max_logits
 
 
@@ -110,13 +110,17 @@ class Holder(nn.Module):
         self.register_buffer("max_logits", torch.full((heads,), -torch.inf))
 
 
-def test_record_takes_row_maxima_and_keeps_nan():
-    holder = Holder(3)
-    rows = torch.randn(2, 3, 7)
-    record(holder, rows)
-    assert torch.equal(holder.max_logits, rows.amax((0, 2)))
-    record(holder, torch.tensor([1e3, torch.nan, -1e3]))
-    assert holder.max_logits[0] == 1e3 and holder.max_logits[1].isnan() and holder.max_logits[2] == rows[:, 2].amax()
+def test_nan_is_kept_for_its_head_alone():
+    holder, batch = Holder(2), TokenBatch.from_lengths(torch.zeros(6, dtype=torch.long), [6])
+    q = torch.randn(1, 6, 2, 4)
+    observe(holder, q, q, 0.5, batch)
+    before = holder.max_logits.clone()
+    broken = q * 0
+    broken[..., 1, :] = torch.nan
+    observe(holder, broken, q, 0.5, batch)
+    assert holder.max_logits[0] == before[0] and holder.max_logits[1].isnan()
+    observe(holder, q, q, 0.5, batch)
+    assert holder.max_logits[1].isnan()
 
 
 def test_no_graph_is_kept():

@@ -1,17 +1,23 @@
 """The logit sentinel: trend, early warning, spikes, resume."""
 
+import io
 import json
 import math
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from triscale.events import current_events
 from triscale.nn.batch import TokenBatch
 from triscale.nn.context import BuildContext
 from triscale.nn.grouped_query_attention import GroupedQueryAttention
 from triscale.nn.initialize import initialize
 from triscale.optim import AdamW, MuonClip
+from triscale.train import progress as progress_module
+from triscale.train.loop import Trainer
+from triscale.train.progress import Progress
 from triscale.train.telemetry import LogitSentinel
 
 
@@ -98,3 +104,41 @@ def test_with_clipping_the_optimizers_report_is_read():
         optimizer.step()
         assert sentinel.observe(step) == optimizer.clip_report.max_logits
     assert sentinel.clipped > 0 and math.isfinite(sentinel.largest)
+
+
+def lines_of(events, width=200):
+    """What a reader without a terminal would see if every line were due."""
+    console = Console(file=io.StringIO(), width=width)
+    progress = Progress("run", console)
+    for kind, data in events:
+        progress.last_line = -1e9
+        progress({"kind": kind, "data": data})
+    return console.file.getvalue().splitlines()
+
+
+STEP = {"step": 3, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "seconds": 3.0, "tokens_per_s": 1000.0, "mfu": 0.1}
+
+
+def test_the_progress_line_shows_the_largest_logit_and_warns():
+    start = ("run.start", {"steps": 10})
+    logits = lambda warned, *heads: (
+        "logits",
+        {"step": 3, "max_logits": {"a": [1.0, heads[0]], "b": heads}, "warned": warned},
+    )
+    assert "max logit" not in lines_of([start, ("step", STEP)])[-1]
+    line = lines_of([start, ("step", STEP), logits([], 412.25, "-inf")])[-1]
+    assert "max logit 412.2 " in line and "GROWING" not in line and "step 3/10" in line
+    assert "max logit 412.2 GROWING" in lines_of([start, ("step", STEP), logits(["b"], 412.25)])[-1]
+    assert "max logit" not in lines_of([start, ("step", STEP), logits([], 5.0), start, ("step", STEP)])[-1]
+
+
+def test_a_run_that_records_logits_says_so_in_its_progress(tmp_path, make_config, runtime, monkeypatch):
+    monkeypatch.setattr(progress_module, "PLAIN_SECONDS", -1.0)
+    console = Console(file=io.StringIO(), width=200)
+    config = make_config({"optimizer": {"kind": "muonclip", "lr": 0.05}})
+    with Progress("run", console) as progress:
+        Trainer(config, runtime, tmp_path / "run", listeners=(progress,)).train()
+    shown = [line for line in console.file.getvalue().splitlines() if "max logit" in line]
+    largest = [e.data["max_logits"] for e in current_events(tmp_path / "run" / "events.jsonl") if e.kind == "logits"]
+    assert len(largest) == config.train.steps
+    assert f"max logit {max(v for heads in largest[-1].values() for v in heads):.1f}" in shown[-1]

@@ -168,7 +168,8 @@ class KimiDeltaAttention(nn.Module):
         return CacheSpec(per_sequence={"convolution": history, "state": state})
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Decay rates and their biases are fp32 and do not decay."""
+        """Decay rates and their biases are fp32 and do not decay. What speaks to one head is cut by head in per-head
+        mode (Kimi K3, arXiv 2607.24653, section 2.5): q, k, v, the decays per channel, and the output gate."""
         key_heads, value_heads = (self.key_width,) * self.heads, (self.value_width,) * self.value_heads
         bounded = self.config.gate == "bounded"
         roles = {
@@ -179,9 +180,10 @@ class KimiDeltaAttention(nn.Module):
             "dt_bias": Role(kind="gate", decay=False, dtype="float32", initial="custom"),
         }
         roles["b_proj.weight"] = Role(kind="vector")  # one gate a head, not a map between activations: AdamW
+        heads = {"f_b_proj": (self.key_width,) * self.value_heads, "g_b_proj": value_heads, "g_proj": value_heads}
         for name in ("f_a_proj", "f_b_proj", "f_proj", "g_a_proj", "g_b_proj", "g_proj", "o_proj"):
             if hasattr(self, name):
-                roles[f"{name}.weight"] = Role(kind="matrix")
+                roles[f"{name}.weight"] = Role(kind="matrix", head_blocks=heads.get(name, ()))
         return roles
 
     def initial_value(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -22,17 +22,7 @@ def observe(module: nn.Module, q: Tensor, k: Tensor, scale: float, batch) -> Non
     q, k = q.detach(), k.detach()
     q = q.squeeze(0) if q.ndim == 4 else q
     k = k.squeeze(0) if k.ndim == 4 else k
-    record(module, max_logits(q, k, scale, lengths=batch.lengths))
-
-
-@torch.no_grad()
-def record(module: nn.Module, maxima: Tensor) -> None:
-    """Fold maxima of any shape [..., H, L] reduced elsewhere, or [H], into ``module.max_logits``.
-
-    For kernels that return row maxima themselves, such as FlexAttention's ``max_scores`` [B, H, L].
-    """
+    maxima = max_logits(q, k, scale, lengths=batch.lengths)
     buffer: Tensor = module.max_logits  # type: ignore[assignment]
-    if maxima.ndim > 1:
-        maxima = maxima.detach().transpose(0, -2).flatten(1).amax(1)
     # in place: the buffer's address must survive for readers, and NaN is kept so that nobody clips by it
     buffer.copy_(torch.maximum(buffer, maxima.to(buffer)))

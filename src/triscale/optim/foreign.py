@@ -1,7 +1,7 @@
 """Hugging Face models under MuonClip: their attention learns its roles and reports its logits.
 
-Covers attention with ``q_proj, k_proj, v_proj`` (Llama, Qwen2, Qwen3, Mistral and others built alike) and DeepSeek-V3
-style latent attention, as written in transformers 5. The logits are read through transformers' attention interface:
+Covers attention with ``q_proj, k_proj, v_proj`` (Llama, Qwen2, Qwen3, Mistral and others built alike), DeepSeek-V3
+style latent attention and Kimi Linear's delta attention, as written in transformers 5. The logits are read through transformers' attention interface:
 the model is switched to an implementation that is its SDPA one plus the exact, streamed maximum.
 """
 
@@ -29,6 +29,12 @@ def adapt(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if all(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "qk_nope_head_dim")):
             _teach(module, _latent_roles)
+            found.append(name)
+        elif all(
+            isinstance(getattr(module, part, None), nn.Linear) for part in ("q_proj", "v_proj", "b_proj", "g_b_proj")
+        ):
+            module.parameter_roles = functools.partial(_delta_roles, module)  # type: ignore[assignment]
+            module.qk_clip_skip = "a delta rule has no softmax"  # type: ignore[assignment]
             found.append(name)
         elif all(isinstance(getattr(module, part, None), nn.Linear) for part in ("q_proj", "k_proj", "v_proj")):
             _teach(module, _grouped_roles)
@@ -90,10 +96,25 @@ def _latent_roles(module: Any) -> dict[str, Role]:
     content = tuple(ClipRows(h, h * query, h * query + nope, 0.5) for h in range(heads))
     rotary = tuple(ClipRows(h, h * query + nope, (h + 1) * query, 1.0) for h in range(heads))
     keys = tuple(ClipRows(h, h * key_value, h * key_value + nope, 0.5) for h in range(heads))
-    return {
+    roles = {
         f"{name}.weight": Role(kind="matrix", head_blocks=(query,) * heads, clip=content + rotary),
         "kv_b_proj.weight": Role(kind="matrix", head_blocks=(nope, module.v_head_dim) * heads, clip=keys),
     }
+    if isinstance(getattr(module, "g_proj", None), nn.Linear):  # Kimi K3's output gate
+        roles["g_proj.weight"] = Role(kind="matrix", head_blocks=(module.v_head_dim,) * heads)
+    return roles
+
+
+def _delta_roles(module: nn.Module) -> dict[str, Role]:
+    """What speaks to one head is cut by head; b_proj holds one gate a head and is no map between activations."""
+    blocks = (module.head_dim,) * module.num_heads  # type: ignore[operator]
+    per_head = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj")
+    roles = {
+        f"{path}.weight": Role(kind="matrix", head_blocks=blocks)
+        for path, part in module.named_modules()
+        if path.rpartition(".")[2] in per_head and isinstance(part, nn.Linear)
+    }
+    return roles | {"b_proj.weight": Role(kind="vector")}
 
 
 def _expert_roles(module: Any) -> dict[str, Role]:

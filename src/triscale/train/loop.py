@@ -328,8 +328,10 @@ class Trainer:
                 tokens_per_s=train.batch_tokens / seconds, mfu=rate / matmul_peak(self.device, self.precision),
             )  # fmt: skip
             if logits:
-                slopes, clipped = self.sentinel.slopes(), self.sentinel.clipped
-                self.events.write("logits", step=self.step, max_logits=logits, slopes=slopes, clipped=clipped)
+                self.events.write(
+                    "logits", step=self.step, max_logits=logits, slopes=self.sentinel.slopes(),
+                    clipped=self.sentinel.clipped, warned=sorted(self.sentinel.warned),
+                )  # fmt: skip
             routers = {n: m.statistics() for n, m in self.model.named_modules() if isinstance(m, Router)}
             if routers:
                 self.events.write("router", step=self.step, layers=routers)

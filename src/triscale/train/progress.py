@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -45,7 +46,9 @@ class Progress:
         self.title = title
         self.console = console or QuietConsole(file=sys.stderr)
         self.live: Live | None = None
-        self.total, self.heldout, self.last_line, self.warned = 0, None, 0.0, 0
+        self.total, self.heldout, self.last_line = 0, None, 0.0
+        self.last_step: dict[str, Any] = {}
+        self.max_logit, self.growing = None, False
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -78,21 +81,38 @@ class Progress:
         kind, data = event["kind"], event["data"]
         if kind == "run.start":
             self.total, self.heldout = data.get("steps", 0), None
+            self.max_logit, self.growing = None, False
         elif kind == "run.resume":
+            self.max_logit, self.growing = None, False
             self.note(f"{self.title} resuming after step {data['step']}")
         elif kind == "eval":
             self.heldout = data["loss"]
         elif kind == "warning":
             self.note(f"warning: {data['message']}")
         elif kind == "step":
+            self.last_step = data
             self.status(self._step_line(data))
+        elif kind == "logits":  # follows the step it belongs to
+            self.max_logit = _largest(data["max_logits"])
+            self.growing = bool(data.get("warned"))
+            if self.last_step:
+                self.status(self._step_line(self.last_step))
 
     def _step_line(self, data: dict[str, Any]) -> str:
         total = self.total or data["step"]
         left = (total - data["step"]) * data["seconds"] / max(data["step"], 1)
         held = f"  held-out {self.heldout:.3f}" if self.heldout is not None else ""
+        logit = (
+            "" if self.max_logit is None else f"  max logit {self.max_logit:.1f}{' GROWING' if self.growing else ''}"
+        )
         return (
             f"{self.title} step {data['step']}/{total}  loss {data['loss']:.3f}{held}  lr {data['lr']:.2e}  "
-            f"grad {data['grad_norm']:.2f}  {short_number(data['tokens_per_s'])} tok/s  mfu {data['mfu']:.0%}  "
+            f"grad {data['grad_norm']:.2f}{logit}  {short_number(data['tokens_per_s'])} tok/s  mfu {data['mfu']:.0%}  "
             f"{short_time(left)} left"
         )
+
+
+def _largest(layers: dict[str, list[Any]]) -> float | None:
+    """Over layers and heads; heads that were not seen or are broken (strings in the log) do not count."""
+    values = [float(value) for heads in layers.values() for value in heads]
+    return max((value for value in values if math.isfinite(value)), default=None)

@@ -1,4 +1,8 @@
-"""The README's table of measured ratios, from the committed JSON output of each benchmark: never typed by hand."""
+"""The documentation's tables of measurements, from the committed JSON output of each benchmark: never typed by hand.
+
+Given a folder: one row a ratio of every benchmark. Given one file: that benchmark's methods side by side, against the
+peer called "torch".
+"""
 
 from __future__ import annotations
 
@@ -18,5 +22,24 @@ def table(folder: Path) -> str:
     return "\n".join(rows)
 
 
+def methods(path: Path) -> str:
+    """One column a method: how many times as fast as the peer (ratio of medians), then its errors; and the machine."""
+    measured = json.loads(path.read_text())
+    medians, meta = measured["medians"], measured["meta"]
+    cases = [key.removesuffix(".torch") for key in medians if key.endswith(".torch")]
+    names = [key.rpartition(".")[2] for key in medians if key.startswith(f"{cases[0]}.")]
+    rows = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in cases:
+        error = case.startswith("error.")
+        peer = medians[f"{case}.torch"]
+        values = [medians.get(f"{case}.{name}") for name in names]
+        cells = ["-" if v is None else f"{v:.3f}" if error else f"{peer / v:.2f}" for v in values]
+        size = f" ({meta[f'parameters.{case}'] / 1e6:.0f}M)" if f"parameters.{case}" in meta else ""
+        rows.append(f"| `{case}`{size} | {' | '.join(cells)} |")
+    rows += ["", f"torch {meta['torch']}, {meta['threads']} threads on {meta['cores']} cores"]
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    given = Path(sys.argv[1])
+    print(methods(given) if given.is_file() else table(given))

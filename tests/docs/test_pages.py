@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -102,12 +103,33 @@ def test_readme_tables_are_those_of_the_committed_record():
         assert body.strip() == printed.strip(), command
 
 
-def test_readme_speed_table_is_that_of_the_committed_measurements():
-    text = (ROOT / "README.md").read_text()
-    body = re.search(r"<!-- begin: python benchmarks/_table.py (\S+) -->\n(.*?)<!-- end -->", text, re.S)
-    command = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(ROOT / body[1])]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert body[2].strip() == printed.strip()
+def test_speed_tables_are_those_of_the_committed_measurements():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    block = re.compile(r"<!-- begin: python benchmarks/_table.py (\S+) -->\n(.*?)<!-- end -->", re.S)
+    found = [(page.name, *match) for page in pages for match in block.findall(page.read_text())]
+    assert {"README.md", "muonclip.md"} <= {name for name, _, _ in found}
+    for name, source, body in found:
+        command = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(ROOT / source)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert body.strip() == printed.strip(), f"{name}: paste what `python benchmarks/_table.py {source}` prints"
+
+
+def test_the_table_of_methods_takes_whatever_methods_were_measured(tmp_path):
+    path = tmp_path / "muon_step.json"
+    medians = {
+        "a.torch": 2.0,
+        "a.new3": 1.0,
+        "a.old": 4.0,
+        "error.x.torch": 0.3,
+        "error.x.new3": 0.1,
+        "alone.new3": 1.0,
+    }
+    meta = {"torch": "9.9", "threads": 1, "cores": 3, "parameters.a": 2_000_000}
+    path.write_text(json.dumps({"meta": meta, "medians": medians, "ratios": {}}))
+    command = [sys.executable, str(ROOT / "benchmarks" / "_table.py"), str(path)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert printed[0] == "| | torch | new3 | old |" and printed[2] == "| `a` (2M) | 1.00 | 2.00 | 0.50 |"
+    assert printed[3] == "| `error.x` | 0.300 | 0.100 | - |" and len(printed) == 6
 
 
 def test_readme_links_exist():

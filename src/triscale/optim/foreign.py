@@ -105,9 +105,9 @@ def _latent_roles(module: Any) -> dict[str, Role]:
     return roles
 
 
-def _delta_roles(module: nn.Module) -> dict[str, Role]:
+def _delta_roles(module: Any) -> dict[str, Role]:
     """What speaks to one head is cut by head; b_proj holds one gate a head and is no map between activations."""
-    blocks = (module.head_dim,) * module.num_heads  # type: ignore[operator]
+    blocks = (module.head_dim,) * module.num_heads
     per_head = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj")
     roles = {
         f"{path}.weight": Role(kind="matrix", head_blocks=blocks)

@@ -48,7 +48,8 @@ class Progress:
         self.live: Live | None = None
         self.total, self.heldout, self.last_line = 0, None, 0.0
         self.last_step: dict[str, Any] = {}
-        self.max_logit, self.growing = None, False
+        self.max_logit: float | None = None
+        self.growing = False
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:

@@ -30,6 +30,9 @@ from triscale.train.evaluate import to_batch
 from triscale.train.load import load_run
 from triscale.train.progress import Progress
 
+from .cost import ladder_cost
+from .page import defaults
+
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"kind": "latent_attention", "heads": 4, "rope_theta": 10000.0},
     "hybrid": {
@@ -71,8 +74,6 @@ def run(
     ``rate`` is shared by all arms: learning rates tuned per arm come from ``triscale ladder tune`` on the written
     ladder.json. ``budgets`` are multiples of ``tokens`` at which the baseline is also measured, for the multiplier.
     """
-    if depth % 4:
-        raise ConfigError("depth", f"{depth} does not hold whole 3:1 groups", "Use a multiple of 4")
     settings = {name: value for name, value in locals().items() if name != "output"}
     output.mkdir(parents=True, exist_ok=True)
     runtime = Runtime(threads=threads)
@@ -100,7 +101,15 @@ def run(
     return results
 
 
+def plan(**settings: Any) -> str:
+    """What :func:`run` with these settings would cost."""
+    chosen = defaults(run) | settings
+    return ladder_cost([_ladder(mixer, chosen) for mixer in MIXERS], Runtime(threads=chosen["threads"]))
+
+
 def _ladder(mixer: str, s: dict[str, Any]) -> LadderConfig:
+    if s["depth"] % 4:
+        raise ConfigError("depth", f"{s['depth']} does not hold whole 3:1 groups", "Use a multiple of 4")
     model = {"width": s["width"], "depth": s["depth"], "mixer": MIXERS[mixer], "residual": {"kind": "standard"}}
     train = {"batch_tokens": s["batch_tokens"], "row_length": s["row_length"], "micro_batch_tokens": s["batch_tokens"],
              "eval_tokens": s["eval_tokens"]}  # fmt: skip

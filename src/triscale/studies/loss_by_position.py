@@ -27,7 +27,10 @@ from triscale.train.config import RunConfig, Runtime
 from triscale.train.evaluate import to_batch
 from triscale.train.load import load_run
 from triscale.train.loop import Trainer
+from triscale.train.plan import plan as plan_run
 from triscale.train.progress import Progress
+
+from .page import defaults
 
 ARMS: dict[str, dict[str, Any]] = {
     "LSTM": {"kind": "lstm"},
@@ -62,8 +65,7 @@ def run(
     for arm in arms:
         losses, parameters = [], 0
         for seed in seeds:
-            tree = overlay(overlay(BASE, {"model": {"mixer": ARMS[arm]}, "seed": seed}), overrides or {})
-            config = from_dict(RunConfig, tree)
+            config = _config(arm, seed, overrides)
             folder = output / "runs" / f"{arm.lower().replace(' ', '-')}-seed{seed}"
             with Progress(f"{folder.name}:") as progress:
                 data = prepare(config.data, where.cache_dir, progress.preparing)
@@ -84,6 +86,19 @@ def run(
     (output / "README.md").write_text(_readme(result), encoding="utf-8")
     _figure(result, output / "loss-by-position.svg")
     return result
+
+
+def plan(**settings: Any) -> str:
+    """What :func:`run` with these settings would cost; times one step of every arm."""
+    chosen = defaults(run) | settings
+    where, seeds = from_dict(Runtime, chosen["runtime"] or {}, "runtime"), len(chosen["seeds"])
+    minutes = {arm: plan_run(_config(arm, 0, chosen["overrides"]), where).minutes for arm in chosen["arms"]}
+    lines = [f"{arm:<14} {seeds} runs of about {value:.1f} minutes" for arm, value in minutes.items()]
+    return "\n".join([*lines, f"together about {seeds * sum(minutes.values()):.0f} minutes on this machine"])
+
+
+def _config(arm: str, seed: int, overrides: dict[str, Any] | None) -> RunConfig:
+    return from_dict(RunConfig, overlay(overlay(BASE, {"model": {"mixer": ARMS[arm]}, "seed": seed}), overrides or {}))
 
 
 @torch.no_grad()

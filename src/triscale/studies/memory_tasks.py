@@ -26,6 +26,8 @@ from triscale.models.decoder import Decoder
 from triscale.nn.batch import TokenBatch
 from triscale.optim.adamw import AdamW
 
+from .page import defaults
+
 HEADS, HEAD_DIM, DEPTH = 2, 32, 2
 DELTA = {"kind": "delta_attention", "heads": HEADS, "head_dim": HEAD_DIM}
 ARMS: dict[str, dict[str, Any]] = {
@@ -73,6 +75,14 @@ def run(
     (output / "README.md").write_text(_readme(results, meta), encoding="utf-8")
     _figure(results, output / "accuracy.svg")
     return results
+
+
+def plan(**settings: Any) -> str:
+    """What :func:`run` with these settings would cost at most: a cell ends early when its task is solved."""
+    chosen = defaults(run) | settings
+    cells = math.prod(len(chosen[key]) for key in ("tasks", "lengths", "arms"))
+    return (f"{cells} cells of at most {chosen['seconds']:g} seconds\n"
+            f"together at most {cells * chosen['seconds'] / 60:.0f} minutes")  # fmt: skip
 
 
 def _cell(path: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,16 @@ from triscale.config import ConfigError, from_dict, overlay, to_dict
 from triscale.ladder.config import LadderConfig
 from triscale.ladder.contrast import contrasts
 from triscale.ladder.multiplier import as_factor
-from triscale.ladder.plan import plan_ladder
 from triscale.ladder.report import write_report
 from triscale.ladder.run import LadderRunner
-from triscale.ladder.tune import plan_tuning, tune, with_rates
+from triscale.ladder.tune import tune, with_rates
 from triscale.ladder.verdict import ArmResult, LadderResult, analyse
 from triscale.train.config import Runtime
 from triscale.train.progress import Progress
 from triscale.train.run_directory import write_json
 
 from . import muon_attribution_page
+from .cost import ladder_cost
 from .page import command_line, defaults, header
 
 QUESTION = "Which ingredient of MuonClip carries its gain over AdamW?"
@@ -104,15 +104,10 @@ def run(
 
 
 def plan(**settings: Any) -> str:
-    """What :func:`run` with these settings would cost; times one step of every arm. The data are prepared for it."""
+    """What :func:`run` with these settings would cost."""
     chosen = defaults(run) | settings
-    machine = _runtime(chosen["runtime"])
-    runner = LadderRunner(_ladder(chosen["seeds"], chosen["arms"], chosen["ladder"]), Path("unused"), machine)
-    tuning, ladder = plan_tuning(runner), plan_ladder(runner)
-    return "\n".join([
-        "tuning (a rate at the edge of the grid adds more):", *tuning.lines(), "", "ladder:", *ladder.lines(), "",
-        f"together about {tuning.minutes + ladder.minutes:.0f} minutes on this machine",
-    ])  # fmt: skip
+    ladder = _ladder(chosen["seeds"], chosen["arms"], chosen["ladder"])
+    return ladder_cost([ladder], _runtime(chosen["runtime"]), tuned=True)
 
 
 def _runtime(given: dict[str, Any] | None) -> Runtime:

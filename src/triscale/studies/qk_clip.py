@@ -8,6 +8,7 @@ sweep of thresholds: does a bound on the logits blunt attention?
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def run(
     base: dict[str, Any] | None = None,
     runtime: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run both parts (what is already there is read back); write results.json, README.md and qk-clip.svg.
+    """Run both parts (what is already there is read back); write results.json, curves.json, README.md and qk-clip.svg.
 
     threshold: of part 1; tokens: the training budget of each of its runs; base: overrides of its runs. thresholds: of
     part 2, 0 = no clip. runtime: device, threads, cache and the like.
@@ -66,7 +67,10 @@ def run(
         )
     command = command_line("qk-clip", run, settings)
     study = header(QUESTION, command, settings) | {"corpus": corpus, "growth": growth, "retrieval": retrieval}
-    write_json(output / "results.json", study)
+    curves = ("max_logit_curve", "loss_curve")
+    rows = [{key: value for key, value in row.items() if key not in curves} for row in growth]
+    write_json(output / "results.json", study | {"growth": rows})
+    (output / "curves.json").write_text(json.dumps(growth), encoding="utf-8")
     print(qk_clip_page.write(study, overlay(BASE, base or {}), output))
     return study
 

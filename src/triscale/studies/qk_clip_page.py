@@ -36,8 +36,8 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
         f"{settings['retrieval_steps']} steps under each threshold; accuracy is of fresh questions (chance "
         "0.125), by the number of facts in the context and by the distance to the fact.",
         tables,
-        f"n = {len(settings['seeds'])} seeds; brackets: 95 % t-intervals of paired differences. Every curve: "
-        "[results.json](results.json).",
+        f"n = {len(settings['seeds'])} seeds; brackets: 95 % t-intervals of paired differences. Everything measured: "
+        "[results.json](results.json); every step's loss and largest logit: [curves.json](curves.json).",
     ]  # fmt: skip
     (output / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     _figure(study, output / "qk-clip.svg")

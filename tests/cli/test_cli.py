@@ -128,9 +128,9 @@ def test_doctor_reports_environment_and_backends():
 
 def test_studies_list_their_questions_and_refuse_unknown_settings():
     assert "memory-tasks" in invoke("study").output
-    assert "seconds" in invoke("study", "memory-tasks", "--dry-run").output
-    with pytest.raises(TriScaleError, match="Did you mean 'seconds'"):
-        invoke("study", "memory-tasks", "--dry-run", "--secnds=3")
+    assert "steps" in invoke("study", "memory-tasks", "--dry-run").output
+    with pytest.raises(TriScaleError, match="Did you mean 'steps'"):
+        invoke("study", "memory-tasks", "--dry-run", "--stpes=3")
 
 
 def test_ladder_list_and_bad_shard(tmp_path):

@@ -31,7 +31,7 @@ def test_profile_has_one_number_per_sublayer_and_leaves_the_model_alone(arm):
 
 
 def test_costs_say_that_attention_residuals_keep_no_more_for_backward():
-    plain, block = (attnres.measure_costs(model_of(attnres.arms(2)[arm], "attention"), 64, 256, repeats=1)
+    plain, block = (attnres.measure_memory(model_of(attnres.arms(2)[arm], "attention"), 64, 256)
                     for arm in ("none", "block"))  # fmt: skip
     assert block["parameters"] == plain["parameters"] + (2 * 4 + 1) * 2 * 32
     assert block["bytes_kept_for_backward"] <= 1.02 * plain["bytes_kept_for_backward"]
@@ -75,4 +75,6 @@ def test_whole_study_at_toy_size(tmp_path):
     )  # fmt: skip
     assert set(result["mixers"]) == {"attention", "hybrid"}
     assert json.loads((tmp_path / "results.json").read_text())["mixers"]["hybrid"]["arms"]["full"]["n"] == 1
-    assert (tmp_path / "depth.svg").exists() and "verdict" in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "README.md").read_text()
+    assert (tmp_path / "depth.svg").exists() and "## Verdict" in page and "--width=32" in page
+    assert "Over hybrid, full: no difference detected (n = 1" in page and (tmp_path / "hybrid" / "report").is_dir()

@@ -2,11 +2,13 @@
 
 import json
 import random
+import signal
 
 import numpy as np
 import pytest
 
 from triscale.studies import loss_by_position, memory_tasks
+from triscale.train.interrupt import Interrupted
 
 pytest.importorskip("matplotlib")
 
@@ -17,17 +19,53 @@ def test_memory_tasks_resumes_and_reports(tmp_path, monkeypatch):
         "tasks": ("palindrome",),
         "lengths": (8,),
         "learning_rates": (3e-3,),
-        "seconds": 0.4,
+        "steps": 10,
         "batch_tokens": 256,
     }
-    rows = memory_tasks.run(tmp_path, **settings)
+    result = memory_tasks.run(tmp_path, **settings)
+    rows = result["rows"]
     assert [r["arm"] for r in rows] == ["KDA", "GDN", "attention", "LSTM"]
     assert all(0 <= r["accuracy"] <= 1 and r["steps"] > 0 for r in rows)
-    again = memory_tasks.run(tmp_path, **settings)
-    assert again == rows
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
-    assert f"{100 * rows[0]['accuracy']:.1f}" in (tmp_path / "README.md").read_text()
+    assert memory_tasks.run(tmp_path, **settings)["rows"] == rows
+    assert json.loads((tmp_path / "results.json").read_text()) == result
+    assert "--lengths=[8]" in result["command"] and "torch" in result["environment"]["packages"]
+    page = (tmp_path / "README.md").read_text()
+    assert f"{100 * rows[0]['accuracy']:.1f}" in page and "## Verdict" in page
     assert (tmp_path / "accuracy.svg").stat().st_size > 0
+
+
+def test_memory_tasks_keeps_finished_cells_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_tasks, "EVALUATION_ROWS", 8)
+    settings = {
+        "tasks": ("palindrome",),
+        "lengths": (8,),
+        "arms": ("LSTM", "attention"),
+        "steps": 4,
+        "batch_tokens": 64,
+    }
+    step, taken = memory_tasks._Attempt._one_step, []
+
+    def stop_in_the_second_cell(self):
+        taken.append(self.settings["arm"])
+        step(self)
+        if taken.count("attention") == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_tasks._Attempt, "_one_step", stop_in_the_second_cell)
+        with pytest.raises(Interrupted):
+            memory_tasks.run(tmp_path, **settings)
+    assert not (tmp_path / "results.json").exists()
+    monkeypatch.setattr(memory_tasks._Attempt, "_one_step", lambda self: (taken.append("again"), step(self)))
+    memory_tasks.run(tmp_path, **settings)
+    assert taken.count("again") == taken.count("LSTM")  # the first cell was kept, the second ran from its start
+
+
+def test_verdict_of_memory_tasks_follows_the_numbers():
+    row = lambda arm, length, accuracy: {"task": "stacks", "arm": arm, "length": length, "accuracy": accuracy}
+    said = memory_tasks.verdict([row("A", 8, 1.0), row("A", 16, 1.0), row("B", 8, 0.9995), row("B", 16, 0.4),
+                                 row("C", 8, 0.2), row("C", 16, 0.1)])  # fmt: skip
+    assert said == ["Stacks: A solves every length; B solves 8 (40 % at 16); C solves no length (10 % at 16)."]
 
 
 def test_a_mixer_learns_a_short_palindrome():
@@ -65,7 +103,23 @@ def test_loss_by_position_runs_and_resumes(corpus, tmp_path_factory):
     for curve in result["curves"].values():
         assert curve["start"][0] == 0 and curve["stop"][-1] <= 64 and np.isfinite(curve["loss"]).all()
     assert loss_by_position.run(output, **settings) == result
-    assert (output / "loss-by-position.svg").exists() and "| 0 to 0 |" in (output / "README.md").read_text()
+    page = (output / "README.md").read_text()
+    assert (output / "loss-by-position.svg").exists() and "| 0 to 0 |" in page and "## Verdict" in page
+    saved = json.loads((output / "results.json").read_text())
+    assert saved == json.loads(json.dumps(result)) and set(saved["differences"]) == {"LSTM", "Kimi Linear"}
+    for arm, difference in saved["differences"].items():
+        own, other = saved["curves"][arm], saved["curves"]["transformer"]
+        assert np.allclose(difference["loss"], np.subtract(own["loss"], other["loss"]), atol=1e-6)
+
+
+def test_verdict_of_loss_by_position_follows_the_intervals():
+    curve = lambda *loss: {"start": [0, 1], "stop": [1, 8], "loss": list(loss), "interval": [0.1, 0.1], "n": [9, 9]}
+    result = {"curves": {"A": curve(4.0, 3.0), "B": curve(3.5, 3.6)}, "reference": "A",
+              "differences": {"B": curve(-0.5, 0.05)}}  # fmt: skip
+    first, second, third = loss_by_position.verdict(result)
+    assert first == "A: 4.000 at position 0, 3.000 from 1 to 7."
+    assert second.endswith("lowest from 0 to 0.")
+    assert third == "B against A: below it at 0; not distinguishable from it at 1-7 (last: +0.050 ± 0.100)."
 
 
 def test_summary_recovers_a_planted_curve():

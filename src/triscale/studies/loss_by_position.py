@@ -8,7 +8,6 @@ position in its document. A model that uses its context keeps improving along it
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from triscale import __version__
-from triscale.config import from_dict, overlay, require
+from triscale.config import from_dict, overlay, to_dict
 from triscale.data.heldout import HeldoutRows
 from triscale.data.prepare import PreparedData, prepare
 from triscale.models import count_parameters
@@ -29,9 +27,11 @@ from triscale.train.load import load_run
 from triscale.train.loop import Trainer
 from triscale.train.plan import plan as plan_run
 from triscale.train.progress import Progress
+from triscale.train.run_directory import write_json
 
-from .page import defaults
+from .page import command_line, defaults, header, pyplot, save_figure, table
 
+QUESTION = "How does loss fall with the token's position?"
 ARMS: dict[str, dict[str, Any]] = {
     "LSTM": {"kind": "lstm"},
     "transformer": {"kind": "grouped_query_attention", "heads": 4},
@@ -42,10 +42,13 @@ ARMS: dict[str, dict[str, Any]] = {
         "full": {"kind": "latent_attention", "heads": 4},
     },
 }
+REFERENCE = "transformer"
 BASE: dict[str, Any] = {
     "model": {"width": 128, "depth": 4},
+    "data": {"vocabulary_size": 2048},
     "optimizer": {"kind": "adamw", "lr": 3e-3},
-    "train": {"row_length": 1024, "batch_tokens": 8192, "micro_batch_tokens": 4096, "tokens": 4_000_000},
+    "schedule": {"warmup_length": 20},
+    "train": {"row_length": 1024, "batch_tokens": 4096, "micro_batch_tokens": 4096, "tokens": 1_000_000},
 }
 
 
@@ -59,11 +62,13 @@ def run(
 ) -> dict[str, Any]:
     """Train ``arms`` x ``seeds`` and write results.json, README.md and the figure. ``overrides`` are laid over the
     run config of every arm; ``rows``: held-out rows evaluated."""
+    settings = {"arms": tuple(arms), "seeds": tuple(seeds), "rows": rows, "overrides": overrides}
     output.mkdir(parents=True, exist_ok=True)
     where = from_dict(Runtime, runtime or {}, "runtime")
+    tables: dict[str, list[np.ndarray]] = {}
     curves: dict[str, Any] = {}
     for arm in arms:
-        losses, parameters = [], 0
+        tables[arm], parameters = [], 0
         for seed in seeds:
             config = _config(arm, seed, overrides)
             folder = output / "runs" / f"{arm.lower().replace(' ', '-')}-seed{seed}"
@@ -72,19 +77,28 @@ def run(
                 Trainer(config, where, folder, listeners=(progress,), prepared=data).train()
             loaded = load_run(folder, where.device)
             parameters = count_parameters(loaded.model)["total"]
-            losses.append(losses_by_row(loaded.model, data, config.train.row_length, rows))
-        curves[arm] = {"parameters": parameters, **summarise(losses, config.train.row_length)}
-        print(
-            f"{arm:<12} loss {curves[arm]['loss'][0]:.3f} at the start, {curves[arm]['loss'][-1]:.3f} at the end",
-            flush=True,
-        )
-    meta = {"triscale": __version__, "torch": torch.__version__, "seeds": list(seeds), "rows": rows,
-            "corpus": data.report.corpus_hash, "tokens": config.train.tokens, "width": config.model.width,
-            "depth": config.model.depth}  # fmt: skip
-    result = {"meta": meta, "curves": curves}
-    (output / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            tables[arm].append(losses_by_row(loaded.model, data, config.train.row_length, rows))
+        curves[arm] = {"parameters": parameters, **summarise(tables[arm], config.train.row_length)}
+        print(f"{arm:<12} loss {curves[arm]['loss'][0]:.3f} at the start, {curves[arm]['loss'][-1]:.3f} at the end",
+              flush=True)  # fmt: skip
+    reference = REFERENCE if REFERENCE in tables else next(iter(tables))
+    result = {
+        **header(QUESTION, command_line("loss-by-position", run, settings), settings),
+        "corpus": data.report.corpus_hash,
+        "config": to_dict(config),  # of the last run; the others differ in mixer and seed
+        "curves": curves,
+        "reference": reference,
+        # rows are the same for all arms, so differences are paired by row
+        "differences": {
+            arm: summarise([own - other for own, other in zip(tables[arm], tables[reference], strict=True)],
+                           config.train.row_length)
+            for arm in tables if arm != reference
+        },
+    }  # fmt: skip
+    write_json(output / "results.json", result)
     (output / "README.md").write_text(_readme(result), encoding="utf-8")
     _figure(result, output / "loss-by-position.svg")
+    print("\n".join(verdict(result)))
     return result
 
 
@@ -146,33 +160,65 @@ def _row_means(table: np.ndarray) -> np.ndarray:
 
 
 def _readme(result: dict[str, Any]) -> str:
-    meta, curves = result["meta"], result["curves"]
-    arms = list(curves)
-    first = curves[arms[0]]
-    lines = [
-        "# Loss by position", "",
-        f"Nats a token at positions of a held-out document, mean and 95 % interval over {meta['rows']} rows, "
-        f"{len(meta['seeds'])} seeds averaged; {meta['tokens']:,} training tokens, width {meta['width']}, "
-        f"depth {meta['depth']}, corpus {meta['corpus'][:12]}.", "",
-        "| positions | " + " | ".join(f"{a} ({curves[a]['parameters'] / 1e6:.2f}M)" for a in arms) + " |",
-        "|---" * (len(arms) + 1) + "|",
-    ]  # fmt: skip
+    curves, config, reference = result["curves"], result["config"], result["reference"]
+    model, train, asked = config["model"], config["train"], result["settings"]
+    others = list(result["differences"])
+    first = curves[reference]
+    parameters = "; ".join(f"{arm} {curve['parameters'] / 1e6:.2f}M" for arm, curve in curves.items())
+    rows = []
     for i, (start, stop) in enumerate(zip(first["start"], first["stop"], strict=True)):
-        cells = [f"{curves[a]['loss'][i]:.3f} ± {curves[a]['interval'][i]:.3f}" for a in arms]
-        lines.append(f"| {start} to {stop - 1} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "![Loss by position](loss-by-position.svg)", ""])
+        cells = [_with_interval(curve, i) for curve in curves.values()]
+        rows.append([f"{start} to {stop - 1}", *cells,
+                     *(_with_interval(result["differences"][arm], i, "+.3f") for arm in others)])  # fmt: skip
+    page = [
+        f"# {QUESTION}", f"    {result['command']}", "![loss by position](loss-by-position.svg)",
+        f"Each arm (parameters: {parameters}; width {model['width']}, depth {model['depth']}) trains on the same "
+        f"{train['tokens']:,} tokens in rows of {train['row_length']:,}, corpus {result['corpus'][:12]}, optimizer "
+        f"{config['optimizer']['kind']} at {config['optimizer']['lr']:g}. Then every held-out token's loss is filed under its "
+        f"position in its document. Nats a token over {asked['rows']} held-out rows, {len(asked['seeds'])} seeds averaged inside "
+        f"a row; ± is the 95 % interval over rows. Differences (minus {reference}) are paired by row.",
+        table(["positions", *curves, *(f"{arm} - {reference}" for arm in others)], rows),
+        "## Verdict", "\n".join(f"- {line}" for line in verdict(result)),
+        "Rows are the sample, so intervals speak of other text, not of other seeds. Everything measured: "
+        "[results.json](results.json).",
+    ]  # fmt: skip
+    return "\n\n".join(page) + "\n"
+
+
+def _with_interval(curve: dict[str, Any], index: int, form: str = ".3f") -> str:
+    return f"{curve['loss'][index]:{form}} ± {curve['interval'][index]:.3f}"
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """Sentences that the numbers decide."""
+    said = []
+    for arm, curve in result["curves"].items():
+        start, stop = curve["start"][-1], curve["stop"][-1] - 1
+        best = min(range(len(curve["loss"])), key=curve["loss"].__getitem__)
+        text = f"{arm}: {curve['loss'][0]:.3f} at position 0, {curve['loss'][-1]:.3f} from {start} to {stop}"
+        if best < len(curve["loss"]) - 1:
+            text += f", lowest from {curve['start'][best]} to {curve['stop'][best] - 1}"
+        said.append(text + ".")
+    for arm, curve in result["differences"].items():
+        parts: dict[str, list[str]] = {"below": [], "above": [], "not distinguishable from": []}
+        for start, stop, mean, half in zip(*(curve[k] for k in ("start", "stop", "loss", "interval")), strict=True):
+            side = "not distinguishable from" if abs(mean) <= half else "below" if mean < 0 else "above"
+            parts[side].append(f"{start}" if stop == start + 1 else f"{start}-{stop - 1}")
+        sides = [f"{side} it at {', '.join(spans)}" for side, spans in parts.items() if spans]
+        said.append(f"{arm} against {result['reference']}: {'; '.join(sides)} "
+                    f"(last: {_with_interval(curve, -1, '+.3f')}).")  # fmt: skip
+    return said
 
 
 def _figure(result: dict[str, Any], path: Path) -> None:
-    pyplot = require("matplotlib.pyplot", "report", "the study's figure")
-    figure, axis = pyplot.subplots(figsize=(6, 4))
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6, 4))
     for arm, curve in result["curves"].items():
         x = np.sqrt(np.maximum(np.array(curve["start"]), 1) * np.array(curve["stop"]))
         loss, half = np.array(curve["loss"]), np.array(curve["interval"])
         (line,) = axis.plot(x, loss, marker="o", label=arm)
         axis.fill_between(x, loss - half, loss + half, alpha=0.2, color=line.get_color())
     axis.set(xscale="log", xlabel="position in the document (tokens)", ylabel="loss (nats a token)")
-    axis.legend()
+    axis.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save_figure(figure, path)

@@ -44,7 +44,7 @@ def run(
     rates: Any = (1.6e-2, 6.4e-2, 2.56e-1),
     threshold: float = 30.0,
     tokens: int = 400_000,
-    thresholds: Any = (0.0, 30.0, 10.0, 5.0, 3.0, 1.0),
+    thresholds: Any = (0.0, 10.0, 5.0, 3.0, 2.0, 1.0),
     retrieval_steps: int = 360,
     retrieval_facts: int = 64,
     base: dict[str, Any] | None = None,

@@ -33,7 +33,7 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
         "acts after a step, so the next forward pass may exceed the threshold by that step's growth: *above* counts such "
         "steps, *highest* how far they went.",
         f"**Retrieval.** Two layers read {settings['retrieval_facts']} facts and are asked for each of them, "
-        f"{settings['retrieval_steps']} steps under each threshold; accuracy is of fresh questions (chance "
+        f"{settings['retrieval_steps']} steps under each threshold, so that slower learning counts as a cost; accuracy is of fresh questions (chance "
         "0.125), by the number of facts in the context and by the distance to the fact.",
         tables,
         f"n = {len(settings['seeds'])} seeds; brackets: 95 % t-intervals of paired differences. Everything measured: "

@@ -19,7 +19,7 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
     growth, retrieval = study["growth"], study["retrieval"]
     settings = study["settings"]
     tables = "\n\n".join([
-        "## Growth", growth_table(growth), "## Retrieval", retrieval_table(retrieval),
+        "## Growth", growth_table(growth, settings["threshold"]), "## Retrieval", retrieval_table(retrieval),
         "## Verdict", "\n".join(f"- {line}" for line in verdict(study)),
     ])  # fmt: skip
     model, train = base["model"], base["train"]
@@ -27,11 +27,11 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
         "# Does QK-Clip hold growing logits, and does it cost retrieval?", f"    {study['command']}",
         "![logits, loss and retrieval](qk-clip.svg)",
         f"**Growth.** A transformer without QK-norm (width {model['width']}, depth {model['depth']}; "
-        f"{settings['tokens']:,} tokens of corpus {study['corpus'][:12]}, {train['batch_tokens']:,} a step, fp32), trained "
+        f"{settings['tokens']:,} tokens of corpus {study['corpus'][:12]}, {train['batch_tokens']:,} a step, {train['precision']}), trained "
         f"with Muon and with MuonClip at threshold {settings['threshold']:g} from the same {len(settings['seeds'])} seeds, at "
         f"learning rates {', '.join(f'{r:g}' for r in settings['rates'])}; every step's largest logit is measured. The clip "
-        "acts after a step, so the next forward pass may exceed the threshold by that step's growth: *above* counts such "
-        "steps, *highest* how far they went.",
+        "acts after a step, so the next forward pass may exceed the threshold by that step's growth: *steps above* counts "
+        "these, *highest logit* says how far they went; *heads clipped* sums over steps.",
         f"**Retrieval.** Two layers read {settings['retrieval_facts']} facts and are asked for each of them, "
         f"{settings['retrieval_steps']} steps under each threshold, so that slower learning counts as a cost; accuracy is of fresh questions (chance "
         "0.125), by the number of facts in the context and by the distance to the fact.",
@@ -44,7 +44,7 @@ def write(study: dict[str, Any], base: dict[str, Any], output: Path) -> str:
     return tables
 
 
-def growth_table(rows: list[Row]) -> str:
+def growth_table(rows: list[Row], limit: float) -> str:
     """One line a rate and arm, over its seeds."""
     lines = []
     for rate, arm, group in _groups(rows):
@@ -54,11 +54,12 @@ def growth_table(rows: list[Row]) -> str:
             difference = _text(loss_difference(rows, rate))
         lines.append([
             f"{rate:g}", NAMES[arm], _range(row["max_logit"] for row in group), _range(row["last_logit"] for row in group),
+            f"{_share_above(group, limit):.0%}",
             _range((row["clipped_heads"] for row in group), "{:d}"), str(sum(row["spikes"] for row in group)),
             f"{len(group) - len(losses)} of {len(group)}", f"{sum(losses) / len(losses):.4f}" if losses else NONE,
             difference,
         ])  # fmt: skip
-    head = ["learning rate", "arm", "highest logit", "last logit", "heads clipped", "loss spikes", "diverged",
+    head = ["learning rate", "arm", "highest logit", "last logit", "steps above", "heads clipped", "loss spikes", "diverged",
             "held-out loss", "MuonClip - Muon"]  # fmt: skip
     return table(head, lines)
 

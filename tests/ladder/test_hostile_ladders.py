@@ -159,13 +159,13 @@ def test_locks_of_the_dead_are_taken_and_those_of_others_stay(tmp_path):
 def test_a_diverged_run_is_remembered_with_its_config(make_ladder, runtime, tmp_path):
     runner = LadderRunner(make_ladder(), tmp_path, runtime)
     cell = runner.cells()[0]
-    trainer = runner._trainer(cell, tmp_path / "run", 256, (), ())
+    trainer = runner.trainer(cell, tmp_path / "run", 256, (), ())
     trainer.directory.open(trainer.config, runtime)
     (tmp_path / "run" / "diverged.json").write_text(json.dumps({"outcome": "diverged"}))
     assert runner.train(trainer) == {"outcome": "diverged"}
     changed = LadderRunner(make_ladder({"base": {"optimizer": {"lr": 1e-4}}}), tmp_path, runtime)
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
-        changed.train(changed._trainer(cell, tmp_path / "run", 256, (), ()))
+        changed.train(changed.trainer(cell, tmp_path / "run", 256, (), ()))
 
 
 def test_matching_gives_up_on_a_width_that_changes_nothing():
@@ -179,7 +179,7 @@ def test_tuning_refuses_unknown_arms_and_hopeless_grids(make_ladder, runtime, tm
     with Progress() as progress:
         with pytest.raises(ConfigError, match="'basline' is not in the ladder"):
             tune(make_ladder(), tmp_path, runtime, progress, ("basline",))
-        monkeypatch.setattr(LadderRunner, "_train", lambda self, trainer: {"loss": None})
+        monkeypatch.setattr(LadderRunner, "train", staticmethod(lambda trainer: {"loss": None}))
         with pytest.raises(TriScaleError, match="diverged at every rate"):
             tune(make_ladder(), tmp_path, runtime, progress)
     for values in (

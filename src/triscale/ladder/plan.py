@@ -74,5 +74,5 @@ def _trained_tokens(runner: LadderRunner, cell: Cell) -> int:
     """Tokens actually trained: the trunk, and the decay of each shorter budget."""
     batch = runner.config(cell).train.batch_tokens
     longest = max(cell.budgets)
-    decays = sum(tokens - batch * runner._branch_step(cell, tokens) for tokens in cell.budgets if tokens != longest)
+    decays = sum(tokens - batch * runner.branch_step(cell, tokens) for tokens in cell.budgets if tokens != longest)
     return longest + decays

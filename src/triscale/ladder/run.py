@@ -172,14 +172,14 @@ class LadderRunner:
         listeners = (progress, alive)
         longest = max(cell.budgets)
         branches = [b for b in cell.budgets if b != longest]
-        trunk = self._trainer(cell, folder / f"tokens{longest}", longest, listeners, branches)
+        trunk = self.trainer(cell, folder / f"tokens{longest}", longest, listeners, branches)
         results: dict[int, dict[str, Any]] = {longest: self.train(trunk)}
         for tokens in branches:
             path = folder / f"tokens{tokens}"
-            trainer = self._trainer(cell, path, tokens, listeners, ())
-            shared = results[longest]["outcome"] == "completed" and self._branch_step(cell, tokens)
+            trainer = self.trainer(cell, path, tokens, listeners, ())
+            shared = results[longest]["outcome"] == "completed" and self.branch_step(cell, tokens)
             if shared and not RunDirectory(path).finished:
-                branch_from(trunk.directory, self._branch_step(cell, tokens), path)
+                branch_from(trunk.directory, self.branch_step(cell, tokens), path)
             progress.title = progress.title.split(" branch")[0] + f" branch at {tokens:,} tokens"
             results[tokens] = self.train(trainer)
         summary = self._summarise(cell, folder, results)
@@ -188,10 +188,12 @@ class LadderRunner:
             if path.parent.parent.name != f"tokens{cell.rung.tokens}":
                 shutil.rmtree(path)  # branch points have served; the rung's own final weights stay
 
-    def _trainer(
+    def trainer(
         self, cell: Cell, path: Path, tokens: int, listeners: tuple[Callable, ...], branches: list[int] | tuple
     ) -> Trainer:
-        steps = tuple(self._branch_step(cell, b) for b in branches)
+        """A trainer of the cell's run of ``tokens`` in ``path``, in the folder's precision, keeping the checkpoints at
+        which the runs of ``branches`` tokens part from it."""
+        steps = tuple(self.branch_step(cell, b) for b in branches)
         config = self.config(cell, tokens)
         if config.train.precision == "auto":
             config = replace(config, train=replace(config.train, precision=self.precision))  # type: ignore[arg-type]
@@ -200,7 +202,7 @@ class LadderRunner:
             listeners=listeners, prepared=self.data(cell.rung, cell.arm), keep_steps=steps,
         )  # fmt: skip
 
-    def _branch_step(self, cell: Cell, tokens: int) -> int:
+    def branch_step(self, cell: Cell, tokens: int) -> int:
         """How many steps a run of ``tokens`` shares with the trunk: those before their learning rates part, which for
         a WSD schedule with an absolute warm-up is where its decay starts, and for a cosine is none."""
         trunk, own = self.config(cell, max(cell.budgets)), self.config(cell, tokens)

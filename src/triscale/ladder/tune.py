@@ -94,7 +94,7 @@ def _sweep(
         progress.title = f"{rung.name} {arm.name} lr {rate:g}"
         cell = Cell(rung, replace(arm, learning_rate=rate, learning_rates={}), seed, (tokens,))
         folder = runner.folder / rung.name / arm.name / f"lr{rate:g}"
-        loss = runner.train(runner._trainer(cell, folder, tokens, (progress,), ()))["loss"]
+        loss = runner.train(runner.trainer(cell, folder, tokens, (progress,), ()))["loss"]
         losses[rate] = float("inf") if loss is None else loss
         progress.note(f"{rung.name}, {arm.name}: lr {rate:g} -> {losses[rate]:.4f}")
 

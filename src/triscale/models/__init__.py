@@ -1,22 +1,14 @@
 """Decoders, their cache, sizes and published formats."""
 
-from importlib import import_module
+from triscale.config.lazy import lazy_exports
 
 _EXPORTS = {
-    "Decoder": "triscale.models.decoder",
-    "DecoderCache": "triscale.models.cache",
-    "LayerCache": "triscale.models.cache",
-    "from_published": "triscale.models.published",
-    "to_published": "triscale.models.published",
-    "count_parameters": "triscale.models.counting",
+    "Decoder": "decoder",
+    "DecoderCache": "cache",
+    "LayerCache": "cache",
+    "from_published": "published",
+    "to_published": "published",
+    "count_parameters": "counting",
 }
 
-
-def __getattr__(name: str):
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'triscale.models' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

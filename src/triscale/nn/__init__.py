@@ -1,9 +1,7 @@
 """Mechanisms, one per file. The kinds a configuration can name are listed in :mod:`triscale.nn.parts`."""
 
-from importlib import import_module
-from typing import Any
+from triscale.config.lazy import lazy_exports
 
-# public name -> module of this package that defines it; imported on first use
 _EXPORTS = {
     "AttentionResidual": "residual",
     "BlockAttentionResidual": "residual",
@@ -19,12 +17,4 @@ _EXPORTS = {
     "TokenBatch": "batch",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

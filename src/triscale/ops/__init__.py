@@ -1,9 +1,7 @@
 """Operators: pure functions of tensors. Each file holds the definition of one operator and its fast forms."""
 
-from importlib import import_module
-from typing import Any
+from triscale.config.lazy import lazy_exports
 
-# public name -> module of this package that defines it; imported on first use
 _EXPORTS = {
     "max_logits": "logit_maxima",
     "causal_short_convolution": "short_convolution",
@@ -21,8 +19,4 @@ _EXPORTS = {
 
 __all__ = sorted(_EXPORTS)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from triscale.models.decoder import Decoder
@@ -26,18 +27,34 @@ def read(published: Published) -> Decoder.Config:
     fields.expect("topk_method", "noaux_tc", None)
     fields.expect("moe_layer_freq", 1)
     fields.expect("rope_interleave", True)
+    return read_decoder(fields, _read_attention(fields), _read_experts, eps=1e-6)
+
+
+def read_decoder(
+    fields: Fields,
+    mixer: Any,
+    experts: Callable[[Fields], MixtureOfExperts.Config],
+    *,
+    plain: Any = None,
+    residual: Any = None,
+    eps: float = 1e-5,
+) -> Decoder.Config:
+    """What all families of experts behind some dense layers share. plain: the dense layers, SwiGLU by default; eps: of
+    the norms where the file does not say. ``experts`` is read only if some layer has them."""
     depth, dense = fields.need("num_hidden_layers"), fields.get("first_k_dense_replace", 0)
-    plain = SwiGLU.Config(hidden=fields.need("intermediate_size"))
+    if plain is None:
+        plain = SwiGLU.Config(hidden=fields.need("intermediate_size"))
     return Decoder.Config(
         width=fields.need("hidden_size"),
         depth=depth,
         vocabulary=fields.need("vocab_size"),
-        mixer=_read_attention(fields),
-        feed_forward=plain if dense >= depth else _read_experts(fields),
+        mixer=mixer,
+        residual=residual if residual is not None else StandardResidual.Config(),
+        feed_forward=plain if dense >= depth else experts(fields),
         first_dense=0 if dense >= depth else dense,
         dense_feed_forward=plain,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(fields.get("rms_norm_eps", eps)),
     )
 
 

@@ -14,7 +14,7 @@ from triscale.nn.mixture_of_experts import MixtureOfExperts
 from triscale.nn.residual import BlockAttentionResidual, StandardResidual
 from triscale.nn.situ import SituGLU
 
-from .deepseek_v3 import split_feed_forward
+from .deepseek_v3 import read_decoder, split_feed_forward
 from .family import Family, Fields, Published, refuse
 from .kimi_linear import read_experts, read_hybrid, split_hybrid, write_experts, write_linear, write_shape
 from .names import Naming
@@ -28,13 +28,12 @@ def read(published: Published) -> Decoder.Config:
     if "text_config" in published:
         fields = fields.table("text_config")
     fields.expect("hidden_act", "situ")
-    depth, dense = fields.need("num_hidden_layers"), fields.get("first_k_dense_replace", 0)
     beta, linear_beta = (
         float(fields.get("activation_situ_beta", 4)),
         float(fields.get("activation_situ_linear_beta", 25)),
     )
     plain = SituGLU.Config(hidden=fields.need("intermediate_size"), beta=beta, linear_beta=linear_beta)
-    experts = MixtureOfExperts.Config(
+    experts = lambda fields: MixtureOfExperts.Config(
         **read_experts(fields),
         latent=fields.get("routed_expert_hidden_size"),
         latent_norm=bool(fields.get("latent_moe_use_norm", False)),
@@ -44,18 +43,8 @@ def read(published: Published) -> Decoder.Config:
     )
     # published in decoder layers; ours counts sublayers
     block = fields.get("attn_res_block_size")
-    return Decoder.Config(
-        width=fields.need("hidden_size"),
-        depth=depth,
-        vocabulary=fields.need("vocab_size"),
-        mixer=read_hybrid(fields),
-        residual=StandardResidual.Config() if block is None else BlockAttentionResidual.Config(block=2 * block),
-        feed_forward=plain if dense >= depth else experts,
-        first_dense=0 if dense >= depth else dense,
-        dense_feed_forward=plain,
-        tied_head=bool(fields.get("tie_word_embeddings", False)),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-5)),
-    )
+    residual = StandardResidual.Config() if block is None else BlockAttentionResidual.Config(block=2 * block)
+    return read_decoder(fields, read_hybrid(fields), experts, plain=plain, residual=residual)
 
 
 def write(config: Decoder.Config) -> dict[str, Any]:

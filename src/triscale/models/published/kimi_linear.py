@@ -12,7 +12,7 @@ from triscale.nn.latent_attention import LatentAttention
 from triscale.nn.mixture_of_experts import MixtureOfExperts
 from triscale.nn.residual import StandardResidual
 
-from .deepseek_v3 import balance, split_feed_forward
+from .deepseek_v3 import balance, read_decoder, split_feed_forward
 from .family import Family, Fields, Published, refuse
 from .names import Naming
 
@@ -22,19 +22,7 @@ NAME = "kimi_linear"
 def read(published: Published) -> Decoder.Config:
     fields = Fields(published)
     fields.expect("hidden_act", "silu")
-    depth, dense = fields.need("num_hidden_layers"), fields.get("first_k_dense_replace", 0)
-    plain = SwiGLU.Config(hidden=fields.need("intermediate_size"))
-    return Decoder.Config(
-        width=fields.need("hidden_size"),
-        depth=depth,
-        vocabulary=fields.need("vocab_size"),
-        mixer=read_hybrid(fields),
-        feed_forward=plain if dense >= depth else MixtureOfExperts.Config(**read_experts(fields)),
-        first_dense=0 if dense >= depth else dense,
-        dense_feed_forward=plain,
-        tied_head=bool(fields.get("tie_word_embeddings", False)),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-5)),
-    )
+    return read_decoder(fields, read_hybrid(fields), lambda fields: MixtureOfExperts.Config(**read_experts(fields)))
 
 
 def read_hybrid(fields: Fields) -> Hybrid.Config:

@@ -15,14 +15,14 @@ from functools import partial
 import numpy as np
 from scipy import stats
 
-from .fits import numeric_gradient
+from .fits import Fit, numeric_gradient
 from .statistics import ALPHA
 
 UNRESOLVED = 3.0  # an exponent below this many of its standard errors is not used to convert losses into tokens
 
 
-@dataclass(frozen=True)
-class BudgetCurve:
+@dataclass(frozen=True, kw_only=True)
+class BudgetCurve(Fit):
     """log L = level - exponent·u + bend·u² with u = log D - centre, inside [lowest, highest].
 
     parameters: (level, exponent) or (level, exponent, bend). covariance: theirs, from the spread of the curves fitted to
@@ -32,13 +32,6 @@ class BudgetCurve:
 
     parameters: np.ndarray
     centre: float
-    covariance: np.ndarray | None
-    df: int
-    source: str
-    points: int
-    seeds: int
-    lowest: float
-    highest: float
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -124,7 +117,8 @@ def fit_budget_curve(losses: Mapping[int, Mapping[float, float]]) -> BudgetCurve
     elif spare > 0:
         residual = mean - design @ parameters
         covariance, df, source = float(residual @ residual) / spare * np.linalg.inv(design.T @ design), spare, "scatter"
-    return BudgetCurve(parameters, centre, covariance, df, source, len(points), len(losses), points[0], points[-1])
+    return BudgetCurve(parameters=parameters, centre=centre, covariance=covariance, df=df, source=source,
+                       points=len(points), seeds=len(losses), lowest=points[0], highest=points[-1])  # fmt: skip
 
 
 def _three(parameters: np.ndarray) -> tuple[float, float, float]:

@@ -17,18 +17,14 @@ from scipy import optimize, stats
 from .statistics import ALPHA
 
 
-@dataclass(frozen=True)
-class PowerLaw:
-    """log L = log(exp(level - b·(log x - centre)) + floor).
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Where a fitted curve comes from and how sure it is.
 
-    covariance: of (level, b) or (level, b, floor); None when neither repetition nor a spare point gives one. source:
-    "scatter" or "seeds", whichever error was the larger. lowest, highest: the range of x that was fitted.
+    covariance: of the parameters; None when neither repetition nor a spare point gives one. df: its degrees of freedom.
+    source: what it was taken from, "seeds" or "scatter". lowest, highest: the range of x that was fitted.
     """
 
-    level: float
-    exponent: float
-    floor: float
-    centre: float
     covariance: np.ndarray | None
     df: int
     source: str
@@ -36,6 +32,19 @@ class PowerLaw:
     seeds: int
     lowest: float
     highest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerLaw(Fit):
+    """log L = log(exp(level - b·(log x - centre)) + floor).
+
+    The covariance is of (level, b) or (level, b, floor); source is whichever error was the larger.
+    """
+
+    level: float
+    exponent: float
+    floor: float
+    centre: float
     largest_residual: float
 
     @property
@@ -87,10 +96,11 @@ def fit_power_law(losses: Mapping[int, Mapping[float, float]]) -> PowerLaw | Non
     curved = _fit_floor(offsets, mean, float(residual @ residual))
     if curved is not None:
         values, residual, covariance = curved
-        return PowerLaw(values[0], values[1], values[2], covariance=covariance, df=len(points) - 3, source="scatter",
-                        largest_residual=float(np.abs(residual).max()), **shared)  # fmt: skip
+        return PowerLaw(level=values[0], exponent=values[1], floor=values[2], covariance=covariance,
+                        df=len(points) - 3, source="scatter", largest_residual=float(np.abs(residual).max()),
+                        **shared)  # fmt: skip
     covariance, df, source = _line_error(offsets, table, residual)
-    return PowerLaw(straight[0], straight[1], 0.0, covariance=covariance, df=df, source=source,
+    return PowerLaw(level=straight[0], exponent=straight[1], floor=0.0, covariance=covariance, df=df, source=source,
                     largest_residual=float(np.abs(residual).max()), **shared)  # fmt: skip
 
 

@@ -145,6 +145,9 @@ def look_ahead(
 
 def _look_ahead_of_one(first: int, values: Tensor, folded: Folded, inverse: tuple[float, ...]) -> AheadOfOne:
     """values [n, D]. The softmax over a handful of sources is cheaper in Python than its kernels are to call."""
+    if len(inverse) == 1:  # the embedding alone: its weight is 1
+        products = torch.mv(folded.matrix, values[0]).tolist()
+        return AheadOfOne(first, folded, (values[0],) * len(products), [p * inverse[0] for p in products], inverse)
     weights = array("d" if values.dtype == torch.float64 else "f")
     log_sum = []
     for products in torch.mm(folded.matrix, values.mT).tolist():  # [Q, n]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -209,3 +210,35 @@ def test_shipped_ladders_resolve(name):
 def test_unknown_ladder_lists_the_known_ones():
     with pytest.raises(ConfigError, match="demo"):
         load_ladder("demmo")
+
+
+def test_every_run_of_a_ladder_is_tracked(make_ladder, runtime, tmp_path, monkeypatch):
+    from triscale.train import trackers
+
+    seen: dict[str, set[int]] = {}
+
+    class Recorder:
+        name = "recorder"
+
+        def __init__(self, run_dir):
+            self.steps = seen.setdefault(str(run_dir.relative_to(tmp_path)), set())
+
+        def start(self, run, config):
+            pass
+
+        def log(self, step, values):
+            self.steps.add(step)
+
+        def finish(self, summary):
+            pass
+
+    monkeypatch.setitem(trackers.TRACKERS, "recorder", Recorder)
+    ladder = make_ladder({"seeds": [0], "rungs": [{"name": "one", "tokens": 512, "budgets": [0.5, 1.0]}]})
+    with Progress() as progress:
+        LadderRunner(ladder, tmp_path, replace(runtime, track=("recorder",))).run(progress)
+    assert seen.keys() == {
+        "one/baseline/seed0/tokens512",
+        "one/baseline/seed0/tokens256",
+        "one/residual/seed0/tokens512",
+    }
+    assert seen["one/baseline/seed0/tokens512"] >= {1, 2, 3, 4}

@@ -115,3 +115,17 @@ def test_any_mixer_experts_and_depth_attention(mixer):
     model(batch_of(6, 9)).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if not n.startswith("layers.0.mixer_residual"))
     assert type(model.multi_token.layer.mixer).__name__ == "LatentAttention"
+
+
+def test_the_trainers_scale_reaches_the_auxiliary_losses_of_the_further_layer():
+    """Every term of the objective carries it, so the whole gradient is proportional to it."""
+    feed_forward = {"kind": "mixture_of_experts", "experts": 4, "hidden": 8, "sequence_loss": 0.5}
+    gradients = []
+    for scale in (1.0, 0.25):
+        model, batch = build(feed_forward=feed_forward).train(), batch_of(6, 9)
+        batch.memo["loss_scale"] = scale
+        (model(batch) * scale).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert any("multi_token.layer.feed_forward.gate" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient * 0.25, msg=lambda m, n=name: f"{n}: {m}")

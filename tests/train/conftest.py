@@ -44,8 +44,14 @@ def runtime(tmp_path_factory):
 
 
 @pytest.fixture
-def make_config(corpus_folder):
+def make_config(module_config):
     """``make_config({"train": {...}})``: the tiny run with overrides laid over it."""
+    return module_config
+
+
+@pytest.fixture(scope="session")
+def module_config(corpus_folder):
+    """:func:`make_config` for fixtures that outlive a test."""
 
     def make(overrides: dict | None = None) -> RunConfig:
         base = {

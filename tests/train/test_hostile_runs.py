@@ -21,7 +21,7 @@ from triscale.train.interrupt import Interrupted
 from triscale.train.loop import Trainer
 from triscale.train.progress import Progress
 from triscale.train.run_directory import RunBusyError, RunDirectory
-from triscale.train.start import _extend, find_weights
+from triscale.train.start import decay_start, extend_run, find_weights
 
 
 @pytest.fixture
@@ -221,13 +221,14 @@ def test_a_run_that_never_saved_may_be_corrected(make_config, runtime, tmp_path)
     assert len(starts) == 1
 
 
-def test_extending_again_resumes(finished, make_config, runtime):
-    path, _ = finished
+def test_extending_again_resumes(make_config, runtime, tmp_path):
+    path, config = tmp_path / "run", make_config()
+    Trainer(config, runtime, path, keep_steps=(decay_start(config),)).train()
     longer = make_config({"train": {"tokens": 12 * 256}})
-    _extend(RunDirectory(path), longer)
-    _extend(RunDirectory(path), longer)  # the same command after Ctrl-C
+    extend_run(RunDirectory(path), longer)
+    extend_run(RunDirectory(path), longer)  # the same command after Ctrl-C
     assert Trainer(longer, runtime, path).train()["steps"] == 12
-    _extend(RunDirectory(path), longer)
+    extend_run(RunDirectory(path), longer)
     assert RunDirectory(path).finished
 
 

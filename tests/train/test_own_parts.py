@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -111,6 +112,42 @@ def test_own_parts_train_print_themselves_and_resume(make_config, runtime, tmp_p
 def test_a_class_without_config_is_refused_with_the_fix(make_config):
     with pytest.raises(ConfigError, match="nested dataclass named Config"):
         make_config({"model": {"feed_forward": {"kind": f"{__name__}:WithoutConfig"}}})
+
+
+def test_a_run_folder_runs_no_code_unless_it_is_trusted(make_config, runtime, tmp_path, monkeypatch):
+    """Someone may have sent it: like a config file, its parts are imported only on request."""
+    from click.testing import CliRunner
+
+    from triscale.cli.main import cli
+    from triscale.config import dump_toml
+    from triscale.train.config import resolved
+    from triscale.train.conversion import export_model
+    from triscale.train.evaluation import evaluate_run
+    from triscale.train.load import load_run
+    from triscale.train.run_directory import RunDirectory
+    from triscale.train.start import extend_run
+
+    run, sent = tmp_path / "run", tmp_path / "sent"
+    config = make_config(OWN)
+    Trainer(config, runtime, run).train()
+    assert load_run(run, "cpu", trust_imports=True).step == 8
+    assert evaluate_run(run, device="cpu", trust_imports=True)["step"] == 8
+    shutil.copytree(run, sent)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hostile.py").write_text("raise SystemExit('code of a run folder ran')")
+    text = dump_toml(resolved(config)).replace(f"{__name__}:SquaredReLU", "hostile:Part")
+    (sent / "config.toml").write_text(text)
+    for read in (load_run, evaluate_run, lambda path: export_model(path, tmp_path / "out")):
+        with pytest.raises(ConfigError, match=r"hostile:Part.*--trust-imports"):
+            read(sent)
+    with pytest.raises(ConfigError, match=r"changes more than train\.tokens"):
+        extend_run(RunDirectory(sent), make_config({"train": {"tokens": 9 * 256}}))
+    for arguments in (["generate", str(sent)], ["eval", str(sent)], ["config", "show", "--run", str(sent)],
+                      ["convert", str(sent), str(tmp_path / "out")]):  # fmt: skip
+        result = CliRunner().invoke(cli, arguments)
+        assert isinstance(result.exception, ConfigError) and "--trust-imports" in str(result.exception), arguments
+    shown = CliRunner().invoke(cli, ["config", "show", "--run", str(run), "--trust-imports"])
+    assert "SquaredReLU" in shown.output and shown.exit_code == 0
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from triscale.config import ConfigError, dump_toml, from_dict
 from triscale.events import current_events
 from triscale.train.checkpoint import CheckpointError, complete_checkpoints, remove_unfinished, save_checkpoint
-from triscale.train.config import RunConfig, resolved
+from triscale.train.config import RunConfig, Settings, resolved
 from triscale.train.interrupt import Interrupted
 from triscale.train.loop import Trainer
-from triscale.train.start import _extend
+from triscale.train.run_directory import RunDirectory
+from triscale.train.start import decay_start, extend_run, find_weights, start_run
 
 KIMI = {
     "optimizer": {"kind": "muonclip"},
@@ -119,15 +120,46 @@ def test_finished_run_is_a_no_op_and_another_config_is_refused(make_config, runt
         Trainer(make_config({"optimizer": {"lr": 1e-3}}), runtime, tmp_path / "run").train()
 
 
-def test_extend_continues_with_more_tokens(make_config, runtime, tmp_path):
-    from triscale.train.run_directory import RunDirectory
+def step_losses(path):
+    return [(e.data["step"], e.data["loss"]) for e in current_events(path / "events.jsonl") if e.kind == "step"]
 
-    Trainer(make_config(), runtime, tmp_path / "run").train()
+
+def test_an_extended_run_goes_back_to_before_its_decay(make_config, runtime, tmp_path):
+    """The warm-up has an absolute length here, so the longer run shares the whole trunk and must equal a straight one."""
+    settings = Settings(config=make_config(), runtime=runtime)
+    path, trunk = tmp_path / "run", decay_start(settings.config)
+    start_run(settings, path)
+    assert [step for step, _ in complete_checkpoints(path / "checkpoints")] == [trunk, 8] == [6, 8]
+    finished = final_weights(path)
     longer = make_config({"train": {"tokens": 12 * 256}})
-    _extend(RunDirectory(tmp_path / "run"), longer)
-    assert Trainer(longer, runtime, tmp_path / "run").train()["steps"] == 12
+    assert start_run(Settings(config=longer, runtime=runtime), path, extend=True)["steps"] == 12
+    straight = Trainer(longer, runtime, tmp_path / "straight")
+    straight.train()
+    assert_same_weights(final_weights(path), final_weights(tmp_path / "straight"))
+    assert step_losses(path) == step_losses(tmp_path / "straight")
+    moved = path / "checkpoints" / "before_extension" / "step_00000008"
+    assert_same_weights(load_file(find_weights(moved) / "model.safetensors"), finished)
     with pytest.raises(ConfigError, match="not more than"):
-        _extend(RunDirectory(tmp_path / "run"), make_config())
+        extend_run(RunDirectory(path), make_config())
+
+
+def test_a_decayed_run_without_its_trunk_is_not_extended(make_config, runtime, tmp_path):
+    path = tmp_path / "run"
+    result = Trainer(make_config(), runtime, path).train()
+    with pytest.raises(ConfigError, match=r"decay, after step 6 \(only of step 8\).*--init-from"):
+        extend_run(RunDirectory(path), make_config({"train": {"tokens": 12 * 256}}))
+    assert RunDirectory(path).result() == result and Trainer(make_config(), runtime, path).train() == result
+
+
+def test_a_run_that_has_not_decayed_is_extended_where_it_is(make_config, runtime, tmp_path):
+    path = tmp_path / "run"
+    for schedule in ({"kind": "cosine"}, {"kind": "wsd", "decay": 0.0}):
+        config, longer = (make_config({"schedule": schedule, "train": {"tokens": n * 256}}) for n in (4, 6))
+        Trainer(config, runtime, path / schedule["kind"]).train()
+        extend_run(RunDirectory(path / schedule["kind"]), longer)
+        Trainer(longer, runtime, path / schedule["kind"]).train()
+        resumed = [e for e in current_events(path / schedule["kind"] / "events.jsonl") if e.kind == "run.resume"]
+        assert [e.data["step"] for e in resumed] == [4]
 
 
 def test_unfinished_checkpoints_are_ignored_and_removed(tmp_path):

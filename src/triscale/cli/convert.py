@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .options import TRUST_RUN
+
 OURS = "triscale"
 FORMATS = (OURS, "llama", "deepseek_v3", "kimi_linear", "kimi_k25", "kimi_k3")
 
@@ -20,9 +22,10 @@ FORMATS = (OURS, "llama", "deepseek_v3", "kimi_linear", "kimi_k25", "kimi_k3")
 @click.option("--pack", type=click.Choice(["mxfp4", "int4"]), help="Pack the routed experts when exporting.")
 @click.option("--shard-gb", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True),
               help="Largest shard written, in GB.")  # fmt: skip
+@TRUST_RUN
 def convert(
     source: Path, target: Path, source_format: str | None, target_format: str | None, dtype: str | None,
-    pack: str | None, shard_gb: float,
+    pack: str | None, shard_gb: float, trust_imports: bool,
 ) -> None:  # fmt: skip
     """Convert SOURCE (a published folder, or a run folder or checkpoint of ours) into the folder TARGET.
 
@@ -43,7 +46,7 @@ def convert(
             done = import_model(source, target, source_format, kind, report)
         else:
             bytes_limit = int(shard_gb * 10**9)
-            done = export_model(source, target, target_format, kind, pack, bytes_limit, report)  # type: ignore[arg-type]
+            done = export_model(source, target, target_format, kind, pack, bytes_limit, report, trust_imports)  # type: ignore[arg-type]
     for line in done.lines:
         click.echo(line)
     click.echo(f"{source} -> {target} in {time.monotonic() - started:.1f} s")

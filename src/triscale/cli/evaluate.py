@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .options import TRUST_RUN
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, exists=True))
@@ -14,11 +16,14 @@ import click
 @click.option("--needle", multiple=True, type=click.IntRange(32), help="Needle retrieval at this length (repeatable).")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def evaluate(run: Path, text: Path | None, needle: tuple[int, ...], device: str, as_json: bool) -> None:
+@TRUST_RUN
+def evaluate(
+    run: Path, text: Path | None, needle: tuple[int, ...], device: str, as_json: bool, trust_imports: bool
+) -> None:
     """Evaluate RUN on its held-out documents, and on request on your own text and on retrieval."""
     from triscale.train.evaluation import evaluate_run
 
-    result = evaluate_run(run, text=text, needle=needle, device=device)
+    result = evaluate_run(run, text=text, needle=needle, device=device, trust_imports=trust_imports)
     if as_json:
         click.echo(json.dumps(result))
         return

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .options import TRUST_RUN
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, exists=True))
@@ -16,8 +18,9 @@ import click
 @click.option("--top-p", default=0.95, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True)
+@TRUST_RUN
 def generate(
-    run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str
+    run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str, trust_imports: bool
 ) -> None:  # fmt: skip
     """Stream text from RUN: a run folder, or a ladder's folder (then its best model speaks)."""
     from triscale.ladder.run import best_cell
@@ -30,7 +33,7 @@ def generate(
         run = best
     if prompt == "-":
         prompt = sys.stdin.read()
-    loaded = load_run(run, device)
+    loaded = load_run(run, device, trust_imports)
     click.echo(prompt, nl=False)
     for piece in generate_text(loaded, prompt, tokens, temperature=temperature, top_p=top_p, seed=seed):
         click.echo(piece, nl=False)

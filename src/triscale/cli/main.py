@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from importlib import import_module
 
 import click
 
-from triscale.config import TriScaleError
+from triscale.config import ConfigError, TriScaleError
 
 # verb: (module:command, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -67,20 +68,29 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: user errors are one plain message and exit code 2, without a traceback."""
+    """Entry point: user errors are one plain message and exit code 2, without a traceback.
+
+    Under torchrun a wrong setting fails every rank alike and only the first one says so.
+    """
+    rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of ending the command
             stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if not rank:
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        if not rank:
+            click.echo("interrupted", err=True)
         sys.exit(130)
     except TriScaleError as error:
-        click.echo(f"error: {error}", err=True)
+        if not rank:
+            click.echo(f"error: {error}", err=True)
+        elif not isinstance(error, ConfigError) and not getattr(error, "told", False):
+            click.echo(f"error of rank {rank}: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

@@ -8,6 +8,7 @@ import click
 
 from triscale.config import ConfigError
 
+TRUST_RUN = click.option("--trust-imports", is_flag=True, help="Allow the run's config to import your own parts.")
 OVERRIDES = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 

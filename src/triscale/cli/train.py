@@ -11,10 +11,15 @@ from .options import OVERRIDES, overrides_argument, split_file
 
 
 @click.command(context_settings=OVERRIDES)
-@click.option("--run", "run_dir", type=click.Path(path_type=Path), default=Path("runs/train"), show_default=True,
-              help="Run folder; starting it again resumes.")  # fmt: skip
+@click.option("--run", "--run-dir", "run_dir", type=click.Path(path_type=Path), default=Path("runs/train"),
+              show_default=True,
+              help="Run folder; starting it again resumes. (torchrun takes --run for an option of its own.)")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print parameters, tokens, FLOPs, memory and minutes; train nothing.")
-@click.option("--extend", is_flag=True, help="Continue a run of the same config with more tokens.")
+@click.option(
+    "--extend",
+    is_flag=True,
+    help="Continue a run of the same config with more tokens; a WSD run from before its decay.",
+)
 @click.option(
     "--init-from", type=click.Path(path_type=Path, exists=True), help="Start from this run's or checkpoint's weights."
 )
@@ -37,9 +42,12 @@ def train(
         planned = plan(settings.config, settings.runtime)
         click.echo(json.dumps(planned.to_dict()) if as_json else "\n".join(planned.lines()))
         return
+    from triscale.train.distributed import World
     from triscale.train.start import start_run
 
     result = start_run(settings, run_dir, extend=extend, init_from=init_from, track=track)
+    if not World().first:
+        return
     if as_json:
         click.echo(json.dumps(result))
     else:

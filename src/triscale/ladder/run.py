@@ -24,6 +24,7 @@ from triscale.train.divergence import DivergedError
 from triscale.train.loop import Trainer
 from triscale.train.progress import Progress
 from triscale.train.run_directory import RunBusyError, RunDirectory, environment, write_json
+from triscale.train.trackers import tracking
 
 from .config import ArmConfig, LadderConfig, RungConfig
 from .locks import CellLock
@@ -220,7 +221,8 @@ class LadderRunner:
             trainer.directory.verify(trainer.config)
             return json.loads(marker.read_text())
         try:
-            return trainer.train()
+            with tracking(trainer.directory.path, trainer.runtime.track):
+                return trainer.train()
         except DivergedError as error:
             result = trainer.partial_result() | {
                 "outcome": "diverged", "diverged_at": error.step, "message": str(error),

@@ -62,6 +62,9 @@ class MultiTokenPrediction(nn.Module):
         shifted = TokenBatch.from_lengths(
             batch.tokens[0, index], [max(length - 1, 0) for length in batch.lengths if length]
         ).to(hidden.device)
+        shifted.memo |= {
+            key: value for key, value in batch.memo.items() if key == "loss_scale"
+        }  # auxiliary losses' too
         out = self(hidden[:, previous], shifted, embedding)[0]
         return linear_cross_entropy(out, head, batch.targets[index], batch.loss_weights[index])
 

@@ -19,8 +19,8 @@ from triscale.ops.gated_activation import GatedActivation
 from triscale.ops.grouped_experts import combine, grouped_experts, sort_by_expert
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh) -> int:
-    """Shard every mixture of experts of ``model`` over ``mesh`` (1-D); returns how many there were.
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Shard every mixture of experts of ``model`` over ``mesh`` (1-D); returns the sharded stacks.
 
     Raises ValueError if the ranks do not divide the experts. Sharded stacks must be left out of other sharding
     (``fully_shard(..., ignored_params=...)``): their gradients are complete, being sums over all ranks' tokens.
@@ -28,14 +28,16 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> int:
     from .mixture_of_experts import RoutedExperts
 
     found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    stacks = []
     for module in found:
         if module.count % mesh.size():
             raise ValueError(f"experts: {module.count} cannot be split over {mesh.size()} ranks")
         for name in ("gate_up_proj", "down_proj"):
             whole = getattr(module, name)
             sharded = distribute_tensor(whole.data, mesh, [Shard(0)])
-            setattr(module, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
-    return len(found)
+            stacks.append(nn.Parameter(sharded, requires_grad=whole.requires_grad))
+            setattr(module, name, stacks[-1])
+    return stacks
 
 
 def exchange_and_compute(

@@ -75,7 +75,7 @@ def run(
             with Progress(f"{folder.name}:") as progress:
                 data = prepare(config.data, where.cache_dir, progress.preparing)
                 Trainer(config, where, folder, listeners=(progress,), prepared=data).train()
-            loaded = load_run(folder, where.device)
+            loaded = load_run(folder, where.device, trust_imports=True)  # of the config just trained
             parameters = count_parameters(loaded.model)["total"]
             tables[arm].append(losses_by_row(loaded.model, data, config.train.row_length, rows))
         curves[arm] = {"parameters": parameters, **summarise(tables[arm], config.train.row_length)}

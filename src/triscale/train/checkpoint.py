@@ -3,6 +3,9 @@
 A checkpoint is written under a temporary name, flushed to disk, renamed, and only then marked COMPLETE; the latest is
 the newest *complete* one by step number. The marker lists the sha256 of every file (``sha256sum -c COMPLETE`` checks it
 too), so that a flipped bit is found before it is trained on. Nothing is pickled.
+
+One process writes ``model.safetensors``, ``optimizer.safetensors`` and ``rng.safetensors``; of several, each writes its
+own part (:mod:`.sharded`). Either is read by any number of processes, and by every command.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from torch import Tensor
 
 from triscale.config import TriScaleError
 
-from .distributed import like
+from .distributed import ALONE, World
+from .sharded import Groups, is_sharded, own_files, read_shards, write_shards
 
 MARKER = "COMPLETE"
 
@@ -33,6 +37,11 @@ class CheckpointError(TriScaleError):
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a complete checkpoint folder."""
+    return (path / MARKER).exists() and ((path / "model.safetensors").exists() or is_sharded(path))
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -55,33 +64,33 @@ def remove_unfinished(folder: Path) -> list[str]:
     return removed
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+def save_checkpoint(folder: Path, step: int, tensors: Groups, state: dict[str, Any], world: World = ALONE) -> Path:
     """Write ``tensors`` (file stem -> tensors) and ``state`` (JSON) as the checkpoint of ``step``.
 
-    Raises :class:`CheckpointError` when the disk is full; earlier checkpoints stay untouched.
+    Every rank of ``world`` must call; the first one's ``state`` counts. Raises :class:`CheckpointError` when the disk is
+    full; earlier checkpoints stay untouched.
     """
     target = checkpoint_path(folder, step)
     if (target / MARKER).exists():
         return target
     temporary = folder / f".tmp_step_{step:08d}"
     try:
-        for stale in (temporary, target):
-            if stale.exists():
-                shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
-        for stem, content in tensors.items():
-            save_file({k: v.detach().contiguous() for k, v in content.items()}, temporary / f"{stem}.safetensors")
-        (temporary / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
-        digests = [f"{_digest(file)}  {file.name}\n" for file in sorted(temporary.iterdir())]
-        for file in temporary.iterdir():
-            _sync(file)
-        _sync(temporary)
-        temporary.rename(target)
-        _sync(folder)
-        (target / f".{MARKER}").write_text("".join(digests))
-        _sync(target / f".{MARKER}")
-        (target / f".{MARKER}").rename(target / MARKER)
-        _sync(target)
+        with world.in_turn():
+            if world.first:
+                for stale in (temporary, target):
+                    if stale.exists():
+                        shutil.rmtree(stale)
+                temporary.mkdir(parents=True)
+        if world.size > 1:
+            write_shards(temporary, tensors)
+        else:
+            for stem, content in tensors.items():
+                save_file({k: v.detach().contiguous() for k, v in content.items()}, temporary / f"{stem}.safetensors")
+        mine = own_files(temporary, world.rank) if world.size > 1 else sorted(temporary.iterdir())
+        digests = [line for lines in world.gather([_line(file) for file in mine]) for line in lines]
+        with world.in_turn():
+            if world.first:
+                _complete(temporary, target, digests, state)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
@@ -92,15 +101,46 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, Tensor
     return target
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors by file stem, and the state; raises :class:`CheckpointError` on a missing or damaged file."""
+def _complete(temporary: Path, target: Path, digests: list[str], state: dict[str, Any]) -> None:
+    (temporary / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
+    digests = [*digests, _line(temporary / "state.json")]
+    for file in temporary.iterdir():
+        _sync(file)
+    _sync(temporary)
+    temporary.rename(target)
+    _sync(target.parent)
+    (target / f".{MARKER}").write_text("".join(digests))
+    _sync(target / f".{MARKER}")
+    (target / f".{MARKER}").rename(target / MARKER)
+    _sync(target)
+
+
+def load_checkpoint(
+    path: Path, world: World = ALONE, layouts: dict[str, Tensor] | None = None, only: tuple[str, ...] = ()
+) -> tuple[Groups, dict[str, Any]]:
+    """The tensors by file stem, and the state. With several ranks in ``world`` every one must call.
+
+    layouts: with several ranks, the parameters by name; tensors come sharded like them. only: the stems to read, all if
+    empty. Raises :class:`CheckpointError` on a missing or damaged file, on every rank.
+    """
     try:
-        for line in (path / MARKER).read_text().splitlines():
-            digest, _, name = line.partition("  ")
-            if _digest(path / name) != digest:
-                raise ValueError(f"{name} is not what was saved (its sha256 differs)")
-        tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
-        return tensors, json.loads((path / "state.json").read_text())
+        problem = None
+        try:
+            lines = (path / MARKER).read_text().splitlines()
+            for line in lines[world.rank :: world.size]:
+                digest, _, name = line.partition("  ")
+                if _digest(path / name) != digest:
+                    raise ValueError(f"{name} is not what was saved (its sha256 differs)")
+            state = json.loads((path / "state.json").read_text())
+        except Exception as error:
+            problem = str(error)
+        for told in world.gather(problem):
+            if told is not None:
+                raise ValueError(told)
+        if world.size > 1 or is_sharded(path):
+            return read_shards(path, world, layouts, only), state
+        files = [file for file in sorted(path.glob("*.safetensors")) if not only or file.stem in only]
+        return {file.stem: load_file(file) for file in files}, state
     except Exception as error:
         raise CheckpointError(
             f"cannot read {path}: {error}; delete that folder to resume from the one before"
@@ -113,6 +153,10 @@ def prune(folder: Path, keep: int, protected: set[int] = frozenset()) -> None:  
         if step not in protected:
             (path / MARKER).unlink()
             shutil.rmtree(path)
+
+
+def _line(file: Path) -> str:
+    return f"{_digest(file)}  {file.name}\n"
 
 
 def _digest(file: Path) -> str:
@@ -151,8 +195,7 @@ def unpack_optimizer(
     for key, value in tensors.items():
         name, _, entry = key.rpartition("|")
         parameter = parameters[name]
-        value = like(parameter, value.to(parameter.device)) if value.dim() else value
-        optimizer.state[parameter][entry] = value
+        optimizer.state[parameter][entry] = value.to(parameter.device) if value.dim() else value
     for key, value in packed["scalars"].items():
         name, _, entry = key.rpartition("|")
         optimizer.state[parameters[name]][entry] = value

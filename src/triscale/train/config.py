@@ -92,7 +92,9 @@ class Runtime:
 
     checkpoint_every: steps between checkpoints (0 = by time only); checkpoint_seconds: the same in seconds. keep: how
     many of the newest checkpoints stay. log_logits_every: steps between measurements of the attention logits when no
-    optimizer clips them (with QK-Clip every step is measured), 0 = never. threads 0 = torch's default. cache: folder for prepared corpora.
+    optimizer clips them (with QK-Clip every step is measured), 0 = never. threads 0 = torch's default. cache: folder for
+    prepared corpora. expert_parallel: with several processes, each keeps a share of the experts whole and tokens travel
+    to them, instead of every process gathering every expert.
     """
 
     device: str = "auto"
@@ -103,6 +105,7 @@ class Runtime:
     log_every: int = 1
     log_logits_every: int = 50
     compile: bool = False
+    expert_parallel: bool = False
     cache: str = ""
     track: tuple[str, ...] = ()
 

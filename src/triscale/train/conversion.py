@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from triscale.config import ConfigError, TriScaleError, dump_toml, from_dict, to_dict
+from triscale.config import ConfigError, TriScaleError, dump_toml, to_dict
 from triscale.data.published_tokenizer import import_tokenizer
 from triscale.data.tokenizer import Tokenizer
 from triscale.models.decoder import Decoder
@@ -24,10 +28,10 @@ from triscale.models.published.plan import ImportPlan, decoder_shapes, plan_impo
 from triscale.models.published.shards import SINGLE, SafetensorsWriter, ShardReader
 from triscale.models.published.stream import SHARD_BYTES, Exporter, Pack, Report, stream_in, write_config
 
-from .checkpoint import MARKER, checkpoint_path
-from .config import RunConfig
+from .checkpoint import MARKER, checkpoint_path, is_checkpoint, load_checkpoint
 from .load import find_run
 from .run_directory import RunDirectory
+from .sharded import is_sharded
 from .start import find_weights
 
 KEPT = "published"  # folder inside a run
@@ -117,20 +121,22 @@ def export_model(
     pack: Pack | None = None,
     shard_bytes: int = SHARD_BYTES,
     report: Report | None = None,
+    trust_imports: bool = False,
 ) -> Conversion:
     """Write a run folder, ladder cell or checkpoint as config.json and safetensors under published names.
 
     family: None = the one an imported run came from, else the first that can hold the model. Raises
-    :class:`ConfigError` naming the part the family has no place for; nothing is written then.
+    :class:`ConfigError` naming the part the family has no place for; nothing is written then. The weights of a run of
+    several processes are put together first, and take as much memory.
     """
     if (target / "config.json").exists():
         raise ConfigError(str(target), "already holds a published model", "Give a new folder")
     checkpoint, directory = _locate(source)
     kept = directory.path / KEPT
     origin = _origin(kept)
-    with ShardReader(checkpoint) as reader:
+    config = directory.config(trust_imports).model
+    with _whole(checkpoint) as folder, ShardReader(folder) as reader:
         embedding = reader.tensors["embedding.weight"]
-        config = from_dict(RunConfig, directory.read_config()).model
         chosen = _choose(config, family, origin)
         _check_weights(config, reader, checkpoint)
         same = origin is not None and origin.family == chosen.name
@@ -165,10 +171,22 @@ def _choose(config: Decoder.Config, family: str | None, origin: Origin | None):
 
 def _locate(source: Path) -> tuple[Path, RunDirectory]:
     """The checkpoint folder, and the run it belongs to."""
-    if (source / SINGLE).exists() and (source / MARKER).exists():
+    if is_checkpoint(source):
         return source, RunDirectory(source.parent.parent)
     directory = RunDirectory(find_run(source))
     return find_weights(directory.path), directory
+
+
+@contextmanager
+def _whole(checkpoint: Path) -> Iterator[Path]:
+    """A folder with the checkpoint's weights in one file, whoever wrote it."""
+    if not is_sharded(checkpoint):
+        yield checkpoint
+        return
+    tensors, _ = load_checkpoint(checkpoint, only=("model",))
+    with TemporaryDirectory() as folder:
+        save_file(tensors.pop("model"), Path(folder) / SINGLE)
+        yield Path(folder)
 
 
 def _check_weights(config: Decoder.Config, reader: ShardReader, checkpoint: Path) -> None:

@@ -23,10 +23,15 @@ NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
 
 
 def evaluate_run(
-    path: Path, *, text: Path | None = None, needle: tuple[int, ...] = (), device: str = "auto"
+    path: Path,
+    *,
+    text: Path | None = None,
+    needle: tuple[int, ...] = (),
+    device: str = "auto",
+    trust_imports: bool = False,
 ) -> dict[str, Any]:
     """``heldout`` always; ``text`` and ``needle`` when asked for. fp32, whatever the run trained in."""
-    loaded = load_run(path, device)
+    loaded = load_run(path, device, trust_imports)
     train = loaded.config.train
     data = prepare(loaded.config.data, loaded.directory.cache_dir)
     if loaded.corpus not in (None, corpus_name(data)):

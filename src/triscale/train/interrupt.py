@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 
 
@@ -16,11 +17,14 @@ class Interrupted(Exception):
 class InterruptGuard:
     """While active, the first SIGINT or SIGTERM sets ``requested``; the second ends the process.
 
-    Signal handlers exist only in the main thread; elsewhere the guard does nothing.
+    Signal handlers exist only in the main thread; elsewhere the guard does nothing. Under ``torchrun`` one Ctrl-C arrives
+    twice, from the terminal and passed on by torchrun: signals within ``grace`` seconds of the first are the same one.
     """
 
     def __init__(self, message: str = "stopping: saving the last completed step (press again to exit at once)"):
+        """message: written to standard error at the signal; "" writes nothing."""
         self.message, self.requested = message, False
+        self.grace, self._first = (5.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0), 0.0
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> InterruptGuard:
@@ -35,9 +39,13 @@ class InterruptGuard:
         self._old.clear()
 
     def _handle(self, number: int, frame: object) -> None:
-        if self.requested:
+        if self._first and time.monotonic() - self._first >= self.grace:
             os._exit(128 + number)
-        self.requested = True
+        if self._first:
+            return
+        self.requested, self._first = True, time.monotonic()
+        if not self.message:
+            return
         with suppress(OSError, ValueError):  # a closed or replaced stderr must not break the step under way
             os.write(sys.stderr.fileno() if sys.stderr else 2, f"\n{self.message}\n".encode())
 

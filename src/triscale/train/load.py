@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from triscale.config import TriScaleError, from_dict
+from triscale.config import TriScaleError
 from triscale.data.tokenizer import Tokenizer
 from triscale.models.decoder import Decoder
 
@@ -29,18 +29,19 @@ class LoadedRun:
     corpus: str | None = None
 
 
-def load_run(path: str | Path, device: str = "auto") -> LoadedRun:
+def load_run(path: str | Path, device: str = "auto", trust_imports: bool = False) -> LoadedRun:
     """Load the newest complete checkpoint of a run folder, or of the longest run inside a ladder cell.
 
-    Raises :class:`TriScaleError` when there is none.
+    trust_imports: allow the run's config to import parts of the user's own. Raises :class:`TriScaleError` when there is
+    no checkpoint.
     """
     directory = RunDirectory(find_run(Path(path)))
-    config = from_dict(RunConfig, directory.read_config())
+    config = directory.config(trust_imports)
     found = complete_checkpoints(directory.checkpoints)
     if not found:
         raise TriScaleError(f"{path} holds no complete checkpoint yet")
     step, folder = found[-1]
-    tensors, state = load_checkpoint(folder)
+    tensors, state = load_checkpoint(folder, only=("model",))
     where = resolve_device(device)
     model = config.model.build(seed=None, device=where)
     weights = dict(tensors["model"])

@@ -22,9 +22,9 @@ from triscale.events import EventWriter
 from triscale.models import count_parameters
 from triscale.models.decoder import Decoder
 from triscale.nn.router import Router
+from triscale.optim.base import local
 
 from .checkpoint import (
-    checkpoint_path,
     complete_checkpoints,
     load_checkpoint,
     pack_optimizer,
@@ -35,7 +35,7 @@ from .checkpoint import (
 )
 from .config import RunConfig, Runtime
 from .device import matmul_peak, resolve_device, resolve_precision
-from .distributed import World, load_whole, whole
+from .distributed import World, whole
 from .divergence import DivergedError, largest_activation
 from .evaluate import autocast, corpus_name, heldout_loss, to_batch
 from .interrupt import Interrupted, InterruptGuard
@@ -101,7 +101,8 @@ class Trainer:
         path = self.directory.events
         path = path if self.world.first else path.with_stem(f"events-rank{self.world.rank}")
         try:
-            with self._owned(), InterruptGuard() as self.guard, EventWriter(path, self.directory.name) as self.events:
+            guard = InterruptGuard() if self.world.first else InterruptGuard("")  # one acknowledgement is enough
+            with self._owned(), guard as self.guard, EventWriter(path, self.directory.name) as self.events:
                 self.events.listeners.extend(self.listeners if self.world.first else ())
                 self._build()
                 self._resume()
@@ -135,7 +136,7 @@ class Trainer:
         config = self.config
         self.model: Decoder = config.model.build(seed=config.seed, device=self.device)
         self.counts = count_parameters(self.model)  # of whole tensors: before they are sharded
-        self.world.shard(self.model)
+        self.world.shard(self.model, self.runtime.expert_parallel)
         self.model.train()
         self.optimizer = config.optimizer.build(self.model)
         self.schedule = config.schedule.build(config.train.steps)
@@ -175,13 +176,18 @@ class Trainer:
                 self.events.write("warning", message=line)
             return
         step, path = found[-1]
-        tensors, state = load_checkpoint(path)
-        self.load_state(tensors, state)
+        self.load_state(*self._read(path))
         self.events.write("run.resume", step=step)
+
+    def _read(
+        self, path: Path, only: tuple[str, ...] = ()
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """A checkpoint, sharded like the model."""
+        return load_checkpoint(path, self.world, dict(self.model.named_parameters()), only)
 
     def _start_from(self, path: Path) -> None:
         """Take the weights of a checkpoint; all of them must fit, for a part that stays random would go unnoticed."""
-        tensors, _ = load_checkpoint(path)
+        tensors, _ = self._read(path, ("model",))
         given, own = dict(tensors.get("model", {})), dict(self.model.state_dict())
         if self.config.model.tied_head:
             own.pop("head.weight")
@@ -194,7 +200,7 @@ class Trainer:
             raise ConfigError("--init-from", f"the weights in {path} do not fit this model:\n  "
                               + "\n  ".join(problems[:8]) + more + "\n",
                               "Use the model settings of that run (triscale config show --run RUN)")  # fmt: skip
-        load_whole(self.model, given, strict=False)  # all but the tied head, which is the embedding
+        self.model.load_state_dict(given, strict=False)  # all but the tied head, which is the embedding
         tokenizer = path.parent.parent / "tokenizer.json"
         if tokenizer.exists() and Tokenizer.load(tokenizer).hash != self.data.tokenizer.hash:
             self.events.write(
@@ -203,10 +209,9 @@ class Trainer:
             )  # fmt: skip
 
     def state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Everything that survives a step, as tensors by file and JSON."""
+        """Everything that survives a step, as (sharded) tensors by file and JSON."""
         optimizer, packed = pack_optimizer(self.optimizer, self.names)
-        optimizer = {name: whole(tensor) for name, tensor in optimizer.items()}
-        model = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        model = dict(self.model.state_dict())
         if self.config.model.tied_head:
             model.pop("head.weight")
         state = {
@@ -230,7 +235,7 @@ class Trainer:
         model = dict(tensors["model"])
         if self.config.model.tied_head:
             model["head.weight"] = model["embedding.weight"]
-        load_whole(self.model, model)
+        self.model.load_state_dict(model)
         unpack_optimizer(self.optimizer, self.names, tensors.get("optimizer", {}), state["optimizer"])
         torch.set_rng_state(tensors["rng"]["torch"])
         self.loader.load_state_dict(state["loader"])
@@ -247,7 +252,7 @@ class Trainer:
                 self._one_step()
                 self._evaluate_if_due()
                 due = self.runtime.checkpoint_every and self.step % self.runtime.checkpoint_every == 0
-                late = time.monotonic() - last_save > self.runtime.checkpoint_seconds
+                late = self._agree(time.monotonic() - last_save > self.runtime.checkpoint_seconds)
                 if self.step == train.steps or self.step in self.keep_steps or due or late:
                     self._save()
                     last_save = time.monotonic()
@@ -305,9 +310,13 @@ class Trainer:
 
     def _check_interrupt(self) -> None:
         """Several processes stop together, or one would wait for the others for ever."""
-        if self.world.size > 1:
-            self.guard.requested = self.world.agree(self.guard.requested, self.device)
+        if self._agree(self.guard.requested):
+            self.guard.requested = True
         self.guard.check()
+
+    def _agree(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        return self.world.agree(flag, self.device)
 
     def _clip(self) -> torch.Tensor:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -347,7 +356,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         result = heldout_loss(
-            self.model, self.heldout, self.config.train.micro_rows, self.precision, self.guard.check
+            self.model, self.heldout, self.config.train.micro_rows, self.precision, self._check_interrupt
         )  # fmt: skip
         if not result["loss"] < float("inf"):
             raise DivergedError("held-out loss", self.step, [], "the weights of this step are the cause")
@@ -366,14 +375,11 @@ class Trainer:
         return DivergedError(what, self.step, documents, activation)
 
     def _save(self) -> None:
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+        if self._agree(not all(bool(local(p).isfinite().all()) for p in self.model.parameters())):
             raise DivergedError("model", self.step, [], "its weights hold NaN; the checkpoint before them is kept")
-        tensors, state = self.state()
-        with self.world.in_turn():
-            if self.world.first:
-                path = save_checkpoint(self.directory.checkpoints, self.step, tensors, state)
-                prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
-            path = checkpoint_path(self.directory.checkpoints, self.step)
+        path = save_checkpoint(self.directory.checkpoints, self.step, *self.state(), self.world)
+        if self.world.first:
+            prune(self.directory.checkpoints, self.runtime.keep, self.keep_steps)
         self.events.write("checkpoint", step=self.step, path=path.name, durable=True)
 
     def _finish(self) -> dict[str, Any]:

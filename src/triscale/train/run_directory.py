@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from triscale.config import ConfigError, TriScaleError, dump_toml, read_toml
+from triscale.config import ConfigError, TriScaleError, dump_toml, from_dict, read_toml, refuse_untrusted_kinds
 
 from .checkpoint import complete_checkpoints
 from .config import RunConfig, Runtime, describe_difference, resolved
@@ -144,6 +144,14 @@ class RunDirectory:
         if not file.exists():
             raise TriScaleError(f"{self.path} is not a run folder (it has no config.toml)")
         return read_toml(file)
+
+    def config(self, trust_imports: bool = False) -> RunConfig:
+        """The config of an existing run, built. A run folder is data someone may have sent: parts of the user's own,
+        which run code, are refused without ``trust_imports`` (:class:`ConfigError`)."""
+        tree = self.read_config()
+        if not trust_imports:
+            refuse_untrusted_kinds(tree, str(self.path / "config.toml"))
+        return from_dict(RunConfig, tree)
 
 
 def write_json(path: Path, value: Any) -> None:

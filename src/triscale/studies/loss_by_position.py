@@ -48,7 +48,7 @@ BASE: dict[str, Any] = {
     "data": {"vocabulary_size": 2048},
     "optimizer": {"kind": "adamw", "lr": 3e-3},
     "schedule": {"warmup_length": 20},
-    "train": {"row_length": 1024, "batch_tokens": 4096, "micro_batch_tokens": 4096, "tokens": 1_000_000},
+    "train": {"row_length": 1024, "batch_tokens": 4096, "micro_batch_tokens": 4096, "tokens": 1_500_000},
 }
 
 

@@ -24,6 +24,7 @@ from triscale.train.checkpoint import CheckpointError, complete_checkpoints, loa
 from triscale.train.config import RunConfig, Runtime, resolved
 from triscale.train.conversion import export_model
 from triscale.train.distributed import PeerError, World
+from triscale.train.interrupt import Interrupted, InterruptGuard
 from triscale.train.load import load_run
 from triscale.train.loop import Trainer
 from triscale.train.run_directory import RunBusyError, RunDirectory
@@ -266,6 +267,21 @@ def test_rows_and_experts_that_do_not_divide_are_refused(module_config):
     model = module_config(overlay(EXPERTS, {"model": {"vocabulary": 300}})).model.build(seed=0)
     with pytest.raises(ConfigError, match=r"expert_parallel: experts: 4 cannot be split over 3 ranks"):
         world.shard(model, expert_parallel=True)
+
+
+def test_a_signal_after_the_ranks_agreed_waits_for_the_next_agreement(module_config, module_runtime, tmp_path):
+    """One rank alone must not stop on it, or the others wait for it in the step they agreed to make."""
+    trainer = Trainer(module_config(), module_runtime, tmp_path / "run")
+    trainer.guard = InterruptGuard()
+
+    def agree(flag, device):
+        trainer.guard.requested = True  # a signal between the exchange and the look at its result
+        return flag
+
+    trainer.world.agree = agree
+    trainer._check_interrupt()
+    with pytest.raises(Interrupted):
+        trainer._check_interrupt()
 
 
 @pytest.mark.slow

@@ -309,10 +309,10 @@ class Trainer:
         self._record(loss, lr, norm, seconds, logits)
 
     def _check_interrupt(self) -> None:
-        """Several processes stop together, or one would wait for the others for ever."""
+        """Several processes stop together, or one would wait for the others for ever: what counts is what they agreed on,
+        not a signal that came in the meantime."""
         if self._agree(self.guard.requested):
-            self.guard.requested = True
-        self.guard.check()
+            raise Interrupted
 
     def _agree(self, flag: bool) -> bool:
         """Whether any process says so."""

@@ -208,7 +208,7 @@ def test_two_ranks_equal_one(single, tmp_path):
         result = torch.load(tmp_path / f"straight_2_{per_head}.pt")
         same(result, single[per_head])
         for name, weight in result["weights"].items():
-            assert torch.allclose(weight, single[per_head]["weights"][name], rtol=0, atol=5e-5), name
+            assert torch.allclose(weight, single[per_head]["weights"][name], rtol=0, atol=1e-5), name
 
 
 @pytest.mark.slow

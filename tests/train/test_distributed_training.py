@@ -284,6 +284,19 @@ def test_a_signal_after_the_ranks_agreed_waits_for_the_next_agreement(module_con
         trainer._check_interrupt()
 
 
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_torchruns_own_signal_is_not_taken_for_a_second_ctrl_c(torchrun, monkeypatch):
+    exits = []
+    monkeypatch.setattr("triscale.train.interrupt.os._exit", exits.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with InterruptGuard("") as guard:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert guard.requested and exits == ([] if torchrun else [130])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_torchrun_is_interrupted_and_resumed(number, module_config, module_runtime, tmp_path):

@@ -137,3 +137,5 @@ def test_ladder_list_and_bad_shard(tmp_path):
     assert "demo" in invoke("ladder", "list").output
     with pytest.raises(TriScaleError, match="--shard"):
         invoke("ladder", "run", "demo", "--shard", "2/2", "--runs", str(tmp_path))
+    with pytest.raises(TriScaleError, match="needs a recorded ladder"):
+        invoke("ladder", "check", "--simulate-only")

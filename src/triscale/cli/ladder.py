@@ -214,12 +214,13 @@ def _report(record, folder: Path, as_json: bool, output: Path | None = None) -> 
 @RUNS
 @JSON
 @click.option("--record", type=click.Path(path_type=Path, exists=True),
-              help="Recorded ladder to resample [default: the committed demo].")  # fmt: skip
+              help="Recorded ladder (docs/results/demo, for example) to simulate from; none = real runs only.")  # fmt: skip
 @click.option("--simulate-only", is_flag=True, help="Skip the small real runs.")
 @click.option("--dry-run", is_flag=True, help="Print what the small real runs cost instead.")
 @overrides_argument
 def check(runs: Path | None, as_json: bool, record: Path | None, simulate_only: bool, dry_run: bool, overrides) -> None:
     """Check the ladder itself: A-versus-A, a planted effect, and two small real comparisons."""
+    from triscale.config import ConfigError
     from triscale.ladder.check import check_statistics
     from triscale.ladder.records import load_record
     from triscale.ladder.report import report_json
@@ -227,6 +228,8 @@ def check(runs: Path | None, as_json: bool, record: Path | None, simulate_only: 
     if dry_run:
         _print_plan(_load("check", overrides, False, runs), as_json)
         return
+    if simulate_only and record is None:
+        raise ConfigError("--simulate-only", "needs a recorded ladder", "Add --record docs/results/demo, for example")
     result: dict[str, Any] = {}
     if record is not None:
         result["simulation"] = check_statistics(load_record(record)).to_dict()

@@ -94,8 +94,9 @@ def test_readme_tables_are_those_of_the_committed_record():
 
     from triscale.cli.main import cli
 
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"<!-- begin: triscale (.+?) -->\n(.*?)<!-- end -->", text, re.S)
+    block = re.compile(r"<!-- begin: triscale (.+?) -->\n(.*?)<!-- end -->", re.S)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [found for page in pages for found in block.findall(page.read_text())]
     assert blocks
     for command, body in blocks:
         arguments = [str(ROOT / word) if word.startswith("docs/") else word for word in shlex.split(command)]

@@ -53,7 +53,7 @@ LADDER: dict[str, Any] = {
     "tune_fraction": 0.5,
     "base": {
         "data": {"corpus": {"kind": "python"}, "vocabulary_size": 1024},
-        "schedule": {"kind": "wsd", "warmup_length": 10, "decay": 0.25},
+        "schedule": {"kind": "wsd", "warmup_length": 40, "decay": 0.25},
         "train": {"batch_tokens": 2048, "row_length": 128, "micro_batch_tokens": 2048, "eval_tokens": 32768,
                   "precision": "fp32"},
         "model": {"mixer": {"kind": "grouped_query_attention", "heads": 4, "kv_heads": 2}},

@@ -88,7 +88,7 @@ def test_readme_commands_run(tmp_path, corpus):
     assert run_page(ROOT / "README.md", tmp_path, corpus) >= 6
 
 
-def test_readme_tables_are_those_of_the_committed_record():
+def test_tables_are_those_of_the_committed_records():
     """Whatever stands between the markers is what the named command prints."""
     from click.testing import CliRunner
 

@@ -142,3 +142,10 @@ def test_a_run_that_records_logits_says_so_in_its_progress(tmp_path, make_config
     largest = [e.data["max_logits"] for e in current_events(tmp_path / "run" / "events.jsonl") if e.kind == "logits"]
     assert len(largest) == config.train.steps
     assert f"max logit {max(v for heads in largest[-1].values() for v in heads):.1f}" in shown[-1]
+
+
+def test_the_progress_line_counts_to_the_end_of_a_resumed_run():
+    """Not to that of the run before it, which the same line has shown."""
+    events = [("run.start", {"steps": 10}), ("eval", {"loss": 4.0}), ("run.resume", {"step": 2, "steps": 20})]
+    shown = lines_of([*events, ("step", STEP)])[-1]
+    assert "step 3/20" in shown and "held-out" not in shown

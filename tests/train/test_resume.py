@@ -159,7 +159,7 @@ def test_a_run_that_has_not_decayed_is_extended_where_it_is(make_config, runtime
         extend_run(RunDirectory(path / schedule["kind"]), longer)
         Trainer(longer, runtime, path / schedule["kind"]).train()
         resumed = [e for e in current_events(path / schedule["kind"] / "events.jsonl") if e.kind == "run.resume"]
-        assert [e.data["step"] for e in resumed] == [4]
+        assert [(e.data["step"], e.data["steps"]) for e in resumed] == [(4, 6)]
 
 
 def test_unfinished_checkpoints_are_ignored_and_removed(tmp_path):

@@ -177,7 +177,7 @@ class Trainer:
             return
         step, path = found[-1]
         self.load_state(*self._read(path))
-        self.events.write("run.resume", step=step)
+        self.events.write("run.resume", step=step, steps=self.config.train.steps)
 
     def _read(
         self, path: Path, only: tuple[str, ...] = ()

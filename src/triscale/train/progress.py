@@ -80,12 +80,11 @@ class Progress:
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind, data = event["kind"], event["data"]
-        if kind == "run.start":
+        if kind in ("run.start", "run.resume"):
             self.total, self.heldout = data.get("steps", 0), None
             self.max_logit, self.growing = None, False
-        elif kind == "run.resume":
-            self.max_logit, self.growing = None, False
-            self.note(f"{self.title} resuming after step {data['step']}")
+            if kind == "run.resume":
+                self.note(f"{self.title} resuming after step {data['step']}")
         elif kind == "eval":
             self.heldout = data["loss"]
         elif kind == "warning":

@@ -20,15 +20,11 @@ def config() -> None:
 @overrides_argument
 def show(trust_imports: bool, run: Path | None, overrides: tuple[str, ...]) -> None:
     """Print the fully resolved tree as TOML; it can be saved and used as a config file."""
-    from triscale.config import dump_toml, refuse_untrusted_kinds
+    from triscale.config import dump_toml
     from triscale.train.config import load_settings, resolved
     from triscale.train.run_directory import RunDirectory
 
     file, rest = split_file(overrides)
-    base = None
-    if run:
-        base = RunDirectory(run).read_config()
-        if not trust_imports:
-            refuse_untrusted_kinds(base, str(run / "config.toml"))
+    base = RunDirectory(run).trusted_tree(trust_imports) if run else None
     settings = load_settings(file, rest, base=base, trust_imports=trust_imports)
     click.echo(dump_toml(resolved(settings.config)), nl=False)

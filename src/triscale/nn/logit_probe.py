@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from triscale.ops.logit_maxima import max_logits
+from triscale.ops.logit_maxima import fold, max_logits
 
 
 @torch.no_grad()
@@ -22,7 +22,4 @@ def observe(module: nn.Module, q: Tensor, k: Tensor, scale: float, batch) -> Non
     q, k = q.detach(), k.detach()
     q = q.squeeze(0) if q.ndim == 4 else q
     k = k.squeeze(0) if k.ndim == 4 else k
-    maxima = max_logits(q, k, scale, lengths=batch.lengths)
-    buffer: Tensor = module.max_logits  # type: ignore[assignment]
-    # in place: the buffer's address must survive for readers, and NaN is kept so that nobody clips by it
-    buffer.copy_(torch.maximum(buffer, maxima.to(buffer)))
+    fold(module.max_logits, max_logits(q, k, scale, lengths=batch.lengths))  # type: ignore[arg-type]

@@ -51,6 +51,12 @@ def max_logits(
     return best * scale if scale != 0 else torch.where(best > -torch.inf, 0.0, best)
 
 
+def fold(buffer: Tensor, maxima: Tensor) -> None:
+    """Raise ``buffer`` [heads] to ``maxima``, in place: its address must survive for readers. NaN is kept, so that nobody
+    clips by it."""
+    buffer.copy_(torch.maximum(buffer, maxima.to(buffer)))
+
+
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first token, sequences, length) of every run of equally long neighbours, which one product can serve."""
     runs: list[tuple[int, int, int]] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from triscale.config import ClipRows, Role, TriScaleError, require
 from triscale.config.roles import grouped_query_clip
-from triscale.ops.logit_maxima import max_logits
+from triscale.ops.logit_maxima import fold, max_logits
 
 IMPLEMENTATION = "triscale_sdpa"
 
@@ -156,4 +156,4 @@ def _observe(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scali
         causal=mask is None,
         mask=None if mask is None else mask[..., :length].expand(batch, -1, -1, -1),
     )
-    module.max_logits.copy_(torch.maximum(module.max_logits, maxima.to(module.max_logits)))
+    fold(module.max_logits, maxima)

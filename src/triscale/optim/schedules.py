@@ -6,6 +6,7 @@ Progress and lengths share one unit, tokens or steps, whichever the caller count
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ def _check(**fractions: float) -> None:
             raise ValueError(f"{name}: {value} must lie between 0 and 1")
 
 
-class Schedule:
+class Schedule(ABC):
     """A callable progress -> factor in [0, 1]. ``total``: the planned length; progress beyond it stays at the end."""
 
     def __init__(self, total: float, warmup: float):
@@ -41,8 +42,9 @@ class Schedule:
             return progress / self.warmup
         return self.after_warmup(progress)
 
+    @abstractmethod
     def after_warmup(self, progress: float) -> float:
-        raise NotImplementedError
+        """The factor from the end of the warm-up on."""
 
     def phase(self, progress: float) -> str:
         """ "warmup", "stable" or "decay"."""

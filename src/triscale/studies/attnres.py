@@ -31,10 +31,9 @@ from triscale.train.config import Runtime
 from triscale.train.evaluate import to_batch
 from triscale.train.load import load_run
 from triscale.train.progress import Progress
-from triscale.train.run_directory import write_json
 
 from .cost import ladder_cost
-from .page import command_line, defaults, header, pyplot, save_figure, table
+from .page import command_line, defaults, header, pyplot, save_figure, table, write_page
 
 QUESTION = "Do Attention Residuals help over recurrent layers too, and what do they cost?"
 MIXERS: dict[str, dict[str, Any]] = {
@@ -84,8 +83,7 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     mixers = {name: _run_ladder(name, output, settings) for name in MIXERS}
     results = {**header(QUESTION, command_line("attnres", run, settings), settings), "mixers": mixers}
-    write_json(output / "results.json", results)
-    (output / "README.md").write_text(_readme(results), encoding="utf-8")
+    write_page(output, results, _readme(results))
     _figure({name: mixer["profile"] for name, mixer in mixers.items()}, output / "depth.svg")
     print("\n".join([*(_table(mixers[name]) for name in mixers), *verdict(results)]))
     return results

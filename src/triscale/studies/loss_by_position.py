@@ -27,9 +27,8 @@ from triscale.train.load import load_run
 from triscale.train.loop import Trainer
 from triscale.train.plan import plan as plan_run
 from triscale.train.progress import Progress
-from triscale.train.run_directory import write_json
 
-from .page import command_line, defaults, header, pyplot, save_figure, table
+from .page import command_line, defaults, header, pyplot, save_figure, table, write_page
 
 QUESTION = "How does loss fall with the token's position?"
 ARMS: dict[str, dict[str, Any]] = {
@@ -95,8 +94,7 @@ def run(
             for arm in tables if arm != reference
         },
     }  # fmt: skip
-    write_json(output / "results.json", result)
-    (output / "README.md").write_text(_readme(result), encoding="utf-8")
+    write_page(output, result, _readme(result))
     _figure(result, output / "loss-by-position.svg")
     print("\n".join(verdict(result)))
     return result

@@ -27,9 +27,8 @@ from triscale.models.decoder import Decoder
 from triscale.nn.batch import TokenBatch
 from triscale.optim.adamw import AdamW
 from triscale.train.interrupt import InterruptGuard
-from triscale.train.run_directory import write_json
 
-from .page import command_line, defaults, header, pyplot, save_figure, table
+from .page import command_line, defaults, header, pyplot, save_figure, table, write_page
 
 QUESTION = "Which mixers remember palindromes, pairs and stacks?"
 HEADS, HEAD_DIM, DEPTH = 2, 32, 2
@@ -80,8 +79,7 @@ def run(
         "evaluation_rows": EVALUATION_ROWS,
         "rows": rows,
     }
-    write_json(output / "results.json", result)
-    (output / "README.md").write_text(_readme(result), encoding="utf-8")
+    write_page(output, result, _readme(result))
     _figure(rows, output / "accuracy.svg")
     print("\n".join(verdict(rows)))
     return result

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triscale.config import require
-from triscale.train.run_directory import environment
+from triscale.train.run_directory import environment, write_json
 
 
 def command_line(name: str, run: Callable[..., Any], settings: dict[str, Any]) -> str:
@@ -39,6 +39,12 @@ def header(question: str, command: str, settings: dict[str, Any]) -> dict[str, A
     """How every results.json begins: what was asked, how to ask it again, and where this was measured."""
     shown = {key: value for key, value in settings.items() if key not in ("output", "runtime")}
     return {"question": question, "command": command, "settings": shown, "environment": environment()}
+
+
+def write_page(output: Path, results: dict[str, Any], text: str) -> None:
+    """results.json, and the README.md made from it."""
+    write_json(output / "results.json", results)
+    (output / "README.md").write_text(text, encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -145,13 +145,17 @@ class RunDirectory:
             raise TriScaleError(f"{self.path} is not a run folder (it has no config.toml)")
         return read_toml(file)
 
-    def config(self, trust_imports: bool = False) -> RunConfig:
-        """The config of an existing run, built. A run folder is data someone may have sent: parts of the user's own,
-        which run code, are refused without ``trust_imports`` (:class:`ConfigError`)."""
+    def trusted_tree(self, trust_imports: bool = False) -> dict[str, Any]:
+        """As :meth:`read_config`, safe to build from. A run folder is data someone may have sent: parts of the user's
+        own, which run code, are refused without ``trust_imports`` (:class:`ConfigError`)."""
         tree = self.read_config()
         if not trust_imports:
             refuse_untrusted_kinds(tree, str(self.path / "config.toml"))
-        return from_dict(RunConfig, tree)
+        return tree
+
+    def config(self, trust_imports: bool = False) -> RunConfig:
+        """The config of an existing run, built from its :meth:`trusted_tree`."""
+        return from_dict(RunConfig, self.trusted_tree(trust_imports))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -132,7 +132,7 @@ def _ladder(mixer: str, s: dict[str, Any]) -> LadderConfig:
         {
             "name": f"attnres-{mixer}",
             "seeds": list(s["seeds"]),
-            "base": {"data": data, "model": model, "train": train, "schedule": {"kind": "wsd", "warmup_length": 20},
+            "base": {"data": data, "model": model, "train": train, "schedule": {"kind": "wsd", "warmup_length": 40},
                      "optimizer": {"kind": s["optimizer"], "lr": s["rate"]}},
             "rungs": [{"name": "size", "tokens": s["tokens"], "match": "parameters", "budgets": list(s["budgets"])}],
             "arms": [{"name": name, "config": {"model": {"residual": part}}} for name, part in arms(s["block"]).items()],

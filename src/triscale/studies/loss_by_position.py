@@ -46,7 +46,7 @@ BASE: dict[str, Any] = {
     "model": {"width": 128, "depth": 4},
     "data": {"vocabulary_size": 2048},
     "optimizer": {"kind": "adamw", "lr": 3e-3},
-    "schedule": {"warmup_length": 20},
+    "schedule": {"warmup_length": 75},
     "train": {"row_length": 1024, "batch_tokens": 4096, "micro_batch_tokens": 4096, "tokens": 1_500_000},
 }
 

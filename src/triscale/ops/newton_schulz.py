@@ -290,9 +290,8 @@ def _scaled_polynomial(gram: Tensor, square: Tensor, a: float, b: float, c: floa
     norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True).to(precise)  # summed in fp32, then rounded
     # a unit Frobenius norm puts t above p^-1/2; smaller means an input below the method's eps, which is left small
     t = (1.01 * norm**0.25).clamp(min=1e-3)
-    exact = (
-        square.to(precise).mul_(c / t**5).addcmul_(gram, b / t**3)
-    )  # in place: fresh memory costs more than the sums
+    # in place: fresh memory costs more than the sums
+    exact = square.to(precise).mul_(c / t**5).addcmul_(gram, b / t**3)
     exact.diagonal(dim1=-2, dim2=-1).add_((a / t).squeeze(-1))
     square.copy_(exact)
 
